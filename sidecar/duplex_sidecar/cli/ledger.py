@@ -1,0 +1,167 @@
+"""`duplex ledger`: look at a session's ledger, check it, write it to a file."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError
+from duplex_sidecar.ledger.export import export_lines, verify_lines
+from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.records import Committed
+from duplex_sidecar.ledger.session_view import LoadedSession
+
+T = TypeVar("T")
+
+app = App(name="ledger", help="Look at a session's ledger, check it, write it to a file.")
+
+Url = Annotated[
+    str,
+    Parameter(
+        name="--url",
+        env_var="DUPLEX_LEDGER_URL",
+        help="Redis or Valkey: redis://, rediss:// or unix://",
+    ),
+]
+
+
+@app.command
+def show(session: str, *, url: Url, last: int = 20) -> int:
+    """Print where the session stands and its last committed units (no content).
+
+    Parameters
+    ----------
+    session
+        The session's id.
+    last
+        How many units to list.
+    """
+    return _guarded(lambda: _with_loaded(url, session, lambda loaded: _show(loaded, last)))
+
+
+@app.command
+def verify(session: str | None = None, *, url: Url | None = None, file: Path | None = None) -> int:
+    """Check the whole hash chain and every kept blob, of a session or of an exported file.
+
+    Parameters
+    ----------
+    session
+        The session's id; needs --url.
+    file
+        An exported ledger.jsonl, checked without a server.
+    """
+    if file is not None:
+        return _verify_file(file)
+    if session is None or url is None:
+        print("name a session and --url, or a --file", file=sys.stderr)
+        return 2
+    return _guarded(lambda: _with_loaded(url, session, _verified))
+
+
+@app.command
+def export(session: str, *, url: Url, output: Path | None = None) -> int:
+    """Write the ledger as JSON lines, one a unit. It holds token ids: treat it as content.
+
+    Parameters
+    ----------
+    session
+        The session's id.
+    output
+        The file to write; standard output when left out.
+    """
+    return _guarded(lambda: _with_loaded(url, session, lambda loaded: _export(loaded, output)))
+
+
+async def _with_loaded(url: str, session: str, use: Callable[[LoadedSession], int]) -> int:
+    reader = await LedgerReader.connect(url)
+    try:
+        return use(await reader.load(session))
+    finally:
+        await reader.close()
+
+
+def _guarded(work: Callable[[], Awaitable[int]]) -> int:
+    """Exit codes: 0 fine, 1 the ledger is corrupt, 2 it cannot be read or there is no such one."""
+
+    async def run() -> int:
+        return await work()
+
+    try:
+        return asyncio.run(run())
+    except LedgerCorrupt as error:
+        print(f"corrupt: {error}", file=sys.stderr)
+        return 1
+    except (LedgerError, ValueError, OSError) as error:
+        print(str(error), file=sys.stderr)
+        return 2
+
+
+def _show(loaded: LoadedSession, last: int) -> int:
+    meta = loaded.meta
+    console = Console()
+    owner = f"{meta.replica} (fence {meta.fence})" if meta.replica else "nobody"
+    opened = "" if meta.head.open_seq is None else f", unit {meta.head.open_seq} accepted"
+    console.print(f"session {loaded.session}: {meta.phase} {meta.reason}".rstrip())
+    console.print(f"owner {owner}, voice {loaded.opening.voice}")
+    console.print(f"head: unit {meta.head.committed_seq} committed{opened}, {meta.head.hash[:12]}")
+    console.print(
+        f"kept: rows from unit {meta.window_floor}, PCM from unit {meta.pcm_floor}, "
+        f"{meta.bytes:,} bytes; journal {meta.events_first}..{meta.events_last}, "
+        f"voiced through unit {meta.voiced_seq}"
+    )
+    columns = ("unit", "epoch", "turn", "decision", "tokens", "plan", "cause", "prompt", "replica")
+    table = Table(*columns)
+    for unit in loaded.committed[-last:] if last > 0 else ():
+        table.add_row(*_row(unit))
+    console.print(table)
+    return 0
+
+
+def _row(unit: Committed) -> tuple[str, ...]:
+    plan = unit.plan
+    return (
+        str(unit.seq),
+        str(unit.epoch),
+        str(unit.turn),
+        unit.decision + (" (end)" if unit.turn_end else ""),
+        str(len(unit.token_ids)),
+        plan.action,
+        plan.cause or "",
+        str(plan.prompt_tokens),
+        unit.replica,
+    )
+
+
+def _verified(loaded: LoadedSession) -> int:
+    entries = len(loaded.entries) + 1
+    print(f"ok: {entries} entries, {len(loaded.committed)} units, {len(loaded.media)} with blobs")
+    return 0
+
+
+def _verify_file(path: Path) -> int:
+    try:
+        with path.open("rb") as lines:
+            units = verify_lines(lines)
+    except LedgerCorrupt as error:
+        print(f"corrupt: {error}", file=sys.stderr)
+        return 1
+    except (LedgerError, OSError) as error:
+        print(str(error), file=sys.stderr)
+        return 2
+    print(f"ok: {units} units")
+    return 0
+
+
+def _export(loaded: LoadedSession, output: Path | None) -> int:
+    lines = b"".join(export_lines(loaded))
+    if output is None:
+        sys.stdout.buffer.write(lines)
+        sys.stdout.flush()
+    else:
+        output.write_bytes(lines)
+    return 0

@@ -1,0 +1,1 @@
+"""A client of the realtime door: what `duplex run` and `duplex demo` talk with."""

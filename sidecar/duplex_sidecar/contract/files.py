@@ -1,0 +1,67 @@
+"""Recorded files: `.jsonl` (one case a line) or `.json` (an object of lists), plain or gzipped."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 1 << 30
+"""Bound on the unpacked size, so that a wrong file cannot fill the memory."""
+
+
+class ContractFileError(ValueError):
+    """A file cannot be checked: unreadable, of unknown kind, or not in the schema of its kind."""
+
+
+def kind_of(path: Path) -> str:
+    """Kind by name: the part before the first dot, without a `_held` ending."""
+    return path.name.split(".", 1)[0].removesuffix("_held")
+
+
+class RecordedFile:
+    """One file of recorded cases. Every problem with it is a `ContractFileError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kind = kind_of(path)
+
+    def lines(self) -> Iterator[bytes]:
+        """The cases of a `.jsonl` file, as JSON texts."""
+        for line in self._read().splitlines():
+            if line.strip():
+                yield line
+
+    def parts(self) -> dict[str, msgspec.Raw]:
+        """The values of a `.json` file, as JSON texts by key."""
+        return self.decode(self._read(), dict[str, msgspec.Raw])
+
+    def listed(self, key: str) -> list[msgspec.Raw]:
+        """The cases under one key of a `.json` file; none when the key is absent."""
+        part = self.parts().get(key)
+        return [] if part is None else self.decode(part, list[msgspec.Raw])
+
+    def decode(self, data: bytes | msgspec.Raw, type_: type[T]) -> T:
+        """A JSON text as `type_`."""
+        try:
+            return msgspec.json.decode(data, type=type_)
+        except msgspec.DecodeError as error:
+            problem = f"{self.path}: not in the schema of {self.kind}: {error}"
+            raise ContractFileError(problem) from error
+
+    def _read(self) -> bytes:
+        try:
+            with self.path.open("rb") as raw:
+                packed = raw.read(2) == b"\x1f\x8b"
+                raw.seek(0)
+                with gzip.open(raw) if packed else raw as source:
+                    data = source.read(MAX_FILE_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ContractFileError(f"{self.path}: cannot be read: {error}") from error
+        if len(data) > MAX_FILE_BYTES:
+            raise ContractFileError(f"{self.path}: larger than {MAX_FILE_BYTES} bytes unpacked")
+        return data

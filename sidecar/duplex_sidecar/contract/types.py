@@ -1,0 +1,65 @@
+"""What a contract check reports. Shared by the runners of all kinds of recorded files."""
+
+import msgspec
+
+MAX_VALUE_CHARACTERS = 200
+"""Longer values are cut in a difference: a report names the place, not the whole value."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One value that the product computes differently from the recorded one.
+
+    case: id of the case in its file. where: place inside the case, for example "append 3.action".
+    expected, actual: the two values as text.
+    """
+
+    case: str
+    where: str
+    expected: str
+    actual: str
+
+
+class CaseResult(msgspec.Struct, frozen=True):
+    """Outcome of one recorded case.
+
+    comparisons: number of values that were compared. skipped_steps: steps not compared because the
+    record marks them (`upstream_quirk`) or because they follow such a step.
+    """
+
+    comparisons: int
+    differences: tuple[Difference, ...]
+    skipped_steps: int = 0
+
+
+class Comparison:
+    """Collects the comparisons of one case; a runner makes one, calls `same`, returns `result`."""
+
+    def __init__(self, case: object) -> None:
+        self._case = str(case)
+        self._comparisons = 0
+        self._skipped_steps = 0
+        self._differences: list[Difference] = []
+
+    def same(self, where: str, expected: object, actual: object) -> bool:
+        """Compare one value; returns whether it is equal."""
+        self._comparisons += 1
+        if expected == actual:
+            return True
+        self._differences.append(
+            Difference(self._case, where, _shorten(expected), _shorten(actual)),
+        )
+        return False
+
+    def skip(self, steps: int) -> None:
+        """Count steps that are not compared."""
+        self._skipped_steps += steps
+
+    def result(self) -> CaseResult:
+        return CaseResult(self._comparisons, tuple(self._differences), self._skipped_steps)
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    if len(text) <= MAX_VALUE_CHARACTERS:
+        return text
+    return text[: MAX_VALUE_CHARACTERS - 3] + "..."

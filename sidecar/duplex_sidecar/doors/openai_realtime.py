@@ -1,0 +1,181 @@
+"""The realtime door at /v1/realtime: one WebSocket, one session, no knowledge of models.
+
+The token comes as `Authorization: Bearer`, or, for browsers, which cannot set headers, as the
+subprotocol `openai-insecure-api-key.<token>`. Two tasks run for a socket: one reads messages into
+commands, one writes events; whichever ends first ends the other.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from fastapi import WebSocket, WebSocketDisconnect
+
+from duplex_sidecar.doors.openai_wire import (
+    Resume,
+    WireError,
+    parse_message,
+    render_event,
+)
+from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
+from duplex_sidecar.protocol.events import Closed, Event, Failure
+from duplex_sidecar.session.port import Attachment, SessionPort
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+SEND_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 300.0
+MAX_ERRORS_IN_A_ROW = 100
+"""A socket that sends nothing but rubbish is closed."""
+_TOKEN_PROTOCOL = "openai-insecure-api-key."
+
+log = logging.getLogger(__name__)
+
+
+def bearer_token(websocket: WebSocket) -> tuple[str, str | None]:
+    """(token, subprotocol to confirm). An absent token is the empty string."""
+    scheme, _, token = websocket.headers.get("authorization", "").partition(" ")
+    offered = [
+        part.strip() for part in websocket.headers.get("sec-websocket-protocol", "").split(",")
+    ]
+    confirmed = "realtime" if "realtime" in offered else None
+    if scheme.lower() == "bearer" and token:
+        return token.strip(), confirmed
+    for part in offered:
+        if part.startswith(_TOKEN_PROTOCOL):
+            return part.removeprefix(_TOKEN_PROTOCOL), confirmed
+    return "", confirmed
+
+
+async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str) -> None:
+    """Serve one connection to its end. Never raises for what a client does."""
+    token, subprotocol = bearer_token(websocket)
+    await websocket.accept(subprotocol=subprotocol)
+    session = websocket.query_params.get("session", "")
+    attachment: Attachment | None = None
+    try:
+        last_sequence: int | None = None
+        if websocket.query_params.get("resume") in ("1", "true"):
+            last_sequence = await _resume_point(websocket)
+        attachment = await sessions.attach(session, token, last_sequence)
+        await _converse(websocket, attachment, model)
+    except ClientError as error:
+        await _refuse(websocket, error, session, model)
+    except WebSocketDisconnect:
+        pass
+    finally:
+        if attachment is not None:
+            await attachment.detach()
+
+
+async def _resume_point(websocket: WebSocket) -> int:
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+            message = parse_message(await websocket.receive_text())
+    except TimeoutError:
+        raise ClientError(
+            ErrorCode.OUT_OF_ORDER_EVENT, "resume=1 needs session.resume as first message"
+        ) from None
+    if not isinstance(message, Resume) or message.last_received_server_event_seq < 0:
+        raise ClientError(
+            ErrorCode.OUT_OF_ORDER_EVENT, "resume=1 needs session.resume as first message"
+        )
+    return message.last_received_server_event_seq
+
+
+async def _converse(websocket: WebSocket, attachment: Attachment, model: str) -> None:
+    # Errors found while reading go out through the writer, so that one task alone writes.
+    failures: asyncio.Queue[Failure] = asyncio.Queue(maxsize=MAX_ERRORS_IN_A_ROW)
+    reader = asyncio.create_task(_read(websocket, attachment, failures))
+    writer = asyncio.create_task(_write(websocket, attachment, failures, model))
+    try:
+        done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (reader, writer):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, WebSocketDisconnect, ClientError):
+                await task
+
+
+async def _read(
+    websocket: WebSocket, attachment: Attachment, failures: asyncio.Queue[Failure]
+) -> None:
+    errors_in_a_row = 0
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_TIMEOUT_S):
+                message = await websocket.receive()
+        except TimeoutError:
+            raise ClientError(ErrorCode.SESSION_EXPIRED, "the connection was idle") from None
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code") or 1005)
+        try:
+            raw = message.get("text")
+            command = parse_message(raw if raw is not None else message.get("bytes") or b"")
+            if isinstance(command, Resume):
+                raise WireError(
+                    ErrorCode.OUT_OF_ORDER_EVENT,
+                    "session.resume is the first message of a connection with resume=1",
+                    command.event_id,
+                )
+            await attachment.submit(command)
+            errors_in_a_row = 0
+        except ClientError as error:
+            if ERRORS[error.code].close_code is not None:
+                raise
+            errors_in_a_row += 1
+            if errors_in_a_row >= MAX_ERRORS_IN_A_ROW:
+                raise ClientError(
+                    ErrorCode.EVENT_TOO_LARGE, "too many malformed events in a row"
+                ) from None
+            event_id = error.event_id if isinstance(error, WireError) else None
+            with contextlib.suppress(asyncio.QueueFull):
+                failures.put_nowait(Failure(error.code, error.detail, error.param, event_id))
+
+
+async def _write(
+    websocket: WebSocket, attachment: Attachment, failures: asyncio.Queue[Failure], model: str
+) -> None:
+    async def send(event: Event) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await websocket.send_text(
+                    render_event(event, attachment.session, model).decode("utf-8")
+                )
+        except TimeoutError:
+            raise ClientError(ErrorCode.SLOW_CONSUMER) from None
+
+    next_event = asyncio.create_task(attachment.next_event())
+    next_failure = asyncio.create_task(failures.get())
+    try:
+        while True:
+            await asyncio.wait({next_event, next_failure}, return_when=asyncio.FIRST_COMPLETED)
+            if next_failure.done():
+                failure = next_failure.result()
+                next_failure = asyncio.create_task(failures.get())
+                await send(failure)
+            if next_event.done():
+                event = next_event.result()
+                if event is None:
+                    return
+                await send(event)
+                if isinstance(event, Closed):
+                    code = ERRORS[event.code].close_code or 1000
+                    await websocket.close(code, event.code)
+                    return
+                next_event = asyncio.create_task(attachment.next_event())
+    except RuntimeError as error:  # starlette: the socket is closed already
+        raise WebSocketDisconnect(1006) from error
+    finally:
+        next_event.cancel()
+        next_failure.cancel()
+
+
+async def _refuse(websocket: WebSocket, error: ClientError, session: str, model: str) -> None:
+    log.info("connection refused", extra={"fields": {"code": error.code}})
+    event_id = error.event_id if isinstance(error, WireError) else None
+    failure = Failure(error.code, error.detail, error.param, event_id)
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        await websocket.send_text(render_event(failure, session, model).decode("utf-8"))
+        await websocket.close(ERRORS[error.code].close_code or 1008, error.code)

@@ -1,0 +1,15 @@
+#!lua flags=allow-oom
+-- Proof of death: ends the lease of a replica that is known to be gone. Its nonce goes too, so a
+-- wrong proof costs that replica the session and nothing else.
+-- KEYS meta
+-- ARGV replica
+local meta = read_meta()
+local refusal = refuse_without_session(meta)
+if refusal then
+  return refusal
+end
+if meta.nonce == '' or meta.replica ~= ARGV[1] then
+  return { 'ok', '0' }
+end
+redis.call('HSET', KEYS[1], 'nonce', '', 'replica', '', 'until', '0')
+return { 'ok', '1' }

@@ -1,0 +1,394 @@
+"""The ledger as an owner writes it: one Lua script, one round trip, one typed answer each.
+
+Every write names fence, nonce and expected head, and carries an operation id, so that a repeat
+returns the first answer. The order of a unit: `accept`, the Thinker, `commit`, then `journal`
+before each event leaves.
+"""
+
+import secrets
+import time
+
+import msgspec
+
+from duplex_sidecar.ledger import records
+from duplex_sidecar.ledger.answers import judge
+from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
+from duplex_sidecar.ledger.connection import Connection, Reply
+from duplex_sidecar.ledger.erase import erase_session
+from duplex_sidecar.ledger.journal import (
+    MAX_JOURNAL_AGE_MS,
+    MAX_JOURNAL_BYTES,
+    EventsAfter,
+    JournalBatch,
+    encode_mark,
+)
+from duplex_sidecar.ledger.keys import session_keys
+from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
+from duplex_sidecar.ledger.media import Trim, UnitMedia, pack_blobs
+from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.session_view import LoadedSession, Phase
+
+MAX_RECORD_BYTES = 256 * 1024
+MAX_STATE_BYTES = 4 * 1024 * 1024
+
+_PLACES: dict[type[records.NoteDraft], str] = {
+    records.RedoDraft: "open",
+    records.TruncatedDraft: "between",
+    records.ClosedDraft: "last",
+}
+
+
+class LedgerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds. call_timeout_ms lies below the lease margin: a call that hangs cannot outlive the
+    local deadline unnoticed. retention_ms: expiry of all keys, refreshed by the owner's renewals.
+    """
+
+    call_timeout_ms: int = 400
+    load_timeout_ms: int = 5_000
+    connections: int = 32
+    retention_ms: int = 24 * 3600 * 1000
+    max_session_bytes: int = 64 * 1024 * 1024
+    max_journal_bytes: int = MAX_JOURNAL_BYTES
+    max_journal_age_ms: int = MAX_JOURNAL_AGE_MS
+
+
+class Ledger:
+    """One server, shared by all sessions of a process. All methods may raise `LedgerUnavailable`;
+    owner's methods `LeaseLost`, `SessionUnknown` and `SessionErased` too."""
+
+    def __init__(self, connection: Connection, options: LedgerOptions) -> None:
+        self._connection = connection
+        self._options = options
+        self.reader = LedgerReader(connection)
+
+    @classmethod
+    async def connect(cls, url: str, options: LedgerOptions | None = None) -> "Ledger":
+        """Raises `LedgerUnavailable` or `LedgerUnsuitable` (too old, or set to evict)."""
+        options = options or LedgerOptions()
+        connection = await Connection.connect(
+            url,
+            call_timeout_ms=options.call_timeout_ms,
+            load_timeout_ms=options.load_timeout_ms,
+            connections=options.connections,
+        )
+        return cls(connection, options)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    # --- reading --------------------------------------------------------------------------------
+
+    async def exists(self, session: str) -> bool:
+        return await self.reader.exists(session)
+
+    async def phase(self, session: str) -> Phase | None:
+        return await self.reader.phase(session)
+
+    async def load(self, session: str) -> LoadedSession:
+        """Call it after `acquire`; see `LedgerReader.load`."""
+        return await self.reader.load(session)
+
+    async def events_after(self, session: str, seq: int) -> EventsAfter:
+        return await self.reader.events_after(session, seq)
+
+    # --- session and lease ----------------------------------------------------------------------
+
+    async def create(
+        self,
+        draft: records.OpeningDraft,
+        *,
+        replica: str,
+        token_sha256: str,
+        state: bytes,
+        reference_rows: tuple[bytes, ...] = (),
+    ) -> Head:
+        """Entry 0. state: the opaque snapshot before unit 1. Raises `SessionExists`,
+        `SessionErased`."""
+        _check_state(state)
+        opening = records.Opening(
+            **msgspec.structs.asdict(draft),
+            schema=records.SCHEMA,
+            rows=tuple(records.media_ref(rows) for rows in reference_rows),
+            state_sha256=records.sha256(state),
+            replica=replica,
+            at_ms=_now_ms(),
+            prev_hash=records.GENESIS_HASH,
+        )
+        stored = _encode(opening)
+        digest = records.sha256(stored)
+        keys = session_keys(draft.session)
+        rows = pack_blobs(reference_rows)
+        then = Head(index=0, hash=digest, committed_seq=0, open_seq=None)
+        await self._run(
+            draft.session,
+            ScriptName.CREATE,
+            (keys.meta, keys.entries, keys.rows, keys.state),
+            (_operation(), digest, stored, rows, state, token_sha256, self._options.retention_ms),
+            then,
+        )
+        return then
+
+    async def acquire(self, session: str, replica: str, *, fence: int | None = None) -> Lease:
+        """fence: the number an operator issued; None = the recorded one + 1.
+
+        Raises `LeaseHeld`, `LeaseSettling`, `StaleFence`, `SessionEnded`, `SessionUnknown`,
+        `SessionErased`.
+        """
+        nonce = secrets.token_hex(16)
+        deadline_ms = self._deadline_ms()
+        reply = await self._run(
+            session,
+            ScriptName.ACQUIRE,
+            (session_keys(session).meta,),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence),
+        )
+        return Lease(
+            session=session,
+            replica=replica,
+            fence=int(reply[1]),
+            nonce=nonce,
+            era=reply[2].decode(),
+            deadline_ms=deadline_ms,
+        )
+
+    async def renew(self, lease: Lease) -> Lease:
+        """The lease with a later deadline, taken before sending. Only a confirmed one counts."""
+        deadline_ms = self._deadline_ms()
+        keys = session_keys(lease.session)
+        await self._run(
+            lease.session, ScriptName.RENEW, keys.all(), (lease.fence, lease.nonce, LEASE_MS)
+        )
+        return msgspec.structs.replace(lease, deadline_ms=deadline_ms)
+
+    async def release(self, lease: Lease, *, ended: str | None = None) -> None:
+        """The owner's last write. ended: reason for which the session is over (write a
+        `ClosedDraft` note first); None: another replica may go on with it."""
+        phase = "" if ended is None else Phase.ENDED.value
+        await self._run(
+            lease.session,
+            ScriptName.RELEASE,
+            (session_keys(lease.session).meta,),
+            (lease.fence, lease.nonce, phase, ended or ""),
+        )
+
+    async def break_lease(self, session: str, *, replica: str) -> bool:
+        """Proof of death of `replica` (a name that one process start had): its lease ends at once.
+        False when it does not hold this session's lease."""
+        key = session_keys(session).meta
+        reply = await self._run(session, ScriptName.BREAK, (key,), (replica,))
+        return reply[1] == b"1"
+
+    async def offer_token(self, lease: Lease, token_sha256: str) -> None:
+        """Record a new resume token beside the current one."""
+        await self._token(lease, "offer", token_sha256)
+
+    async def confirm_token(self, lease: Lease, token_sha256: str) -> None:
+        """The first message under the offered token came: it becomes the current one."""
+        await self._token(lease, "confirm", token_sha256)
+
+    async def erase(self, session: str) -> int:
+        """Leave a tombstone and drop everything else; see `erase.erase_session`."""
+        return await erase_session(self._connection, session)
+
+    # --- the chain ------------------------------------------------------------------------------
+
+    async def accept(
+        self,
+        lease: Lease,
+        head: Head,
+        draft: records.AcceptDraft,
+        media: UnitMedia,
+        *,
+        state: bytes | None = None,
+    ) -> Head:
+        """The unit's input becomes durable; only now may the client see it acknowledged.
+
+        Raises `HeadMismatch`, `LedgerFull` (nothing written).
+        """
+        if state is not None:
+            _check_state(state)
+        record = records.Accepted(
+            **msgspec.structs.asdict(draft),
+            schema=records.SCHEMA,
+            media=media.refs(),
+            state_sha256=None if state is None else records.sha256(state),
+            attempts=1,
+            replica=lease.replica,
+            at_ms=_now_ms(),
+            prev_hash=head.hash,
+        )
+        stored = _encode(record)
+        digest = records.sha256(stored)
+        keys = session_keys(lease.session)
+        then = Head(head.index + 1, digest, head.committed_seq, draft.seq)
+        await self._run(
+            lease.session,
+            ScriptName.ACCEPT,
+            (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
+            (
+                *_chained(lease, head, draft.seq, digest, stored),
+                *_optional(state),
+                media.pcm,
+                media.rows,
+                pack_blobs(media.frames),
+                self._options.max_session_bytes,
+            ),
+            then,
+        )
+        return then
+
+    async def commit(
+        self, lease: Lease, head: Head, draft: records.CommitDraft, *, state: bytes, trim: Trim
+    ) -> Head:
+        """The unit's answer becomes durable with the state after it; then what slid out goes.
+
+        Raises `HeadMismatch`, `LedgerFull`; ValueError when `trim` would drop what is needed.
+        """
+        _check_state(state)
+        trim.check(draft.seq)
+        record = records.Committed(
+            **msgspec.structs.asdict(draft),
+            schema=records.SCHEMA,
+            state_sha256=records.sha256(state),
+            replica=lease.replica,
+            at_ms=_now_ms(),
+            prev_hash=head.hash,
+        )
+        stored = _encode(record)
+        digest = records.sha256(stored)
+        keys = session_keys(lease.session)
+        then = Head(head.index + 1, digest, draft.seq, None)
+        await self._run(
+            lease.session,
+            ScriptName.COMMIT,
+            (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
+            (
+                *_chained(lease, head, draft.seq, digest, stored),
+                state,
+                trim.window_below,
+                trim.pcm_below,
+                trim.records_below,
+            ),
+            then,
+        )
+        return then
+
+    async def note(
+        self, lease: Lease, head: Head, draft: records.NoteDraft, *, state: bytes | None = None
+    ) -> Head:
+        """An entry beside the units. state: required with a `TruncatedDraft` (what the session
+        remembers has changed), not taken by the others. Raises `HeadMismatch`, `LedgerFull`."""
+        if (state is not None) != isinstance(draft, records.TruncatedDraft):
+            raise ValueError("a state comes with a truncation, and only with one")
+        record = records.note(
+            draft,
+            state_sha256=None if state is None else records.sha256(state),
+            replica=lease.replica,
+            at_ms=_now_ms(),
+            prev_hash=head.hash,
+        )
+        stored = _encode(record)
+        digest = records.sha256(stored)
+        keys = session_keys(lease.session)
+        place = _PLACES[type(draft)]
+        then = Head(head.index + 1, digest, head.committed_seq, head.open_seq)
+        await self._run(
+            lease.session,
+            ScriptName.NOTE,
+            (keys.meta, keys.entries, keys.order, keys.state),
+            (*_chained(lease, head, draft.seq, digest, stored), *_optional(state), place),
+            then,
+        )
+        return then
+
+    # --- the journal ----------------------------------------------------------------------------
+
+    async def journal(self, lease: Lease, batch: JournalBatch) -> int:
+        """Events become durable; afterwards, and only then, they may leave. Returns the last
+        sequence. Raises `JournalMismatch` (sequence not last + 1, unit not committed, audio not
+        contiguous), `LedgerFull`."""
+        batch.check()
+        mark = batch.mark
+        keys = session_keys(lease.session)
+        options = self._options
+        marked: tuple[Argument, ...] = ("", "", "", "")
+        if mark is not None:
+            marked = (mark.turn, mark.from_samples, mark.to_samples, encode_mark(mark))
+        reply = await self._run(
+            lease.session,
+            ScriptName.JOURNAL,
+            (keys.meta, keys.events, keys.events_order, keys.voice, keys.state),
+            (
+                lease.fence,
+                lease.nonce,
+                _operation(),
+                batch.unit,
+                batch.first_seq,
+                options.max_journal_bytes,
+                options.max_journal_age_ms,
+                "" if batch.voiced_through is None else batch.voiced_through,
+                *_optional(batch.voice_state),
+                *marked,
+                *batch.events,
+            ),
+        )
+        return int(reply[1])
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    async def retry_unknown(self, pending: PendingCall) -> Head | None:
+        """Send a call again whose outcome is unknown (`LedgerUnavailable.pending`): returns when it
+        is executed, now or then, exactly once; raises as the call itself would. Returns the head
+        after create, accept, commit and note. (A lease is not taken this way: acquire again.)"""
+        judge(pending.session, await self._connection.call(pending))
+        return pending.then
+
+    async def _token(self, lease: Lease, action: str, token_sha256: str) -> None:
+        key = session_keys(lease.session).meta
+        arguments = (lease.fence, lease.nonce, action, token_sha256)
+        await self._run(lease.session, ScriptName.TOKEN, (key,), arguments)
+
+    async def _run(
+        self,
+        session: str,
+        script: ScriptName,
+        keys: tuple[str, ...],
+        arguments: tuple[Argument, ...],
+        then: Head | None = None,
+    ) -> Reply:
+        call = PendingCall(session, script, keys, arguments, then)
+        return judge(session, await self._connection.call(call))
+
+    def _deadline_ms(self) -> int:
+        return boottime_ms() + LEASE_MS - MARGIN_MS
+
+
+def _chained(
+    lease: Lease, head: Head, seq: int, digest: str, stored: bytes
+) -> tuple[Argument, ...]:
+    """The arguments that every write of the chain begins with."""
+    return (lease.fence, lease.nonce, _operation(), head.hash, seq, digest, stored)
+
+
+def _optional(blob: bytes | None) -> tuple[Argument, Argument]:
+    return ("0", "") if blob is None else ("1", blob)
+
+
+def _encode(record: records.Record) -> bytes:
+    stored = records.encode(record)
+    if len(stored) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(stored)} bytes, {MAX_RECORD_BYTES} allowed")
+    return stored
+
+
+def _check_state(state: bytes) -> None:
+    if len(state) > MAX_STATE_BYTES:
+        raise ValueError(f"a state of {len(state)} bytes, {MAX_STATE_BYTES} allowed")
+
+
+def _operation() -> str:
+    return secrets.token_hex(8)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,234 @@
+"""Puts the parts of one session together: new, or recovered from its ledger."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from duplex_sidecar.framing.units import UnitFramer
+from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
+from duplex_sidecar.ledger.records import Opening, OpeningDraft
+from duplex_sidecar.ledger.recovery import Resume
+from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.model.minicpmo45.talker import TALKER_SAMPLING
+from duplex_sidecar.protocol.events import Event
+from duplex_sidecar.session.actor import SessionActor
+from duplex_sidecar.session.conversation import (
+    Conversation,
+    Speech,
+    decode_conversation,
+    decode_speech,
+    first_speech,
+)
+from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.hearing import EncoderDriver
+from duplex_sidecar.session.model import ServedModel
+from duplex_sidecar.session.open_unit import OpenUnit, decode_open_unit
+from duplex_sidecar.session.opening import facts_of, terms_of
+from duplex_sidecar.session.prompting import Prompter, history_from_ledger
+from duplex_sidecar.session.rows import RetainedUnits, decode_rows
+from duplex_sidecar.session.speaking import Speaker, VoiceSettings
+from duplex_sidecar.session.stages import StageSet
+from duplex_sidecar.session.streams import talker_stream, thinker_stream
+from duplex_sidecar.session.unit import UnitRunner
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import SegmentReason
+from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
+from duplex_sidecar.window.state import RebuildCause
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What all sessions of this replica share."""
+
+    model: ServedModel
+    stages: StageSet
+    ledger: Ledger
+    tracing: Tracing
+    metrics: Metrics
+    replica: str
+    ledger_hold_s: float
+
+    def new_trace(self, session: str) -> SessionTrace:
+        return self.tracing.session(session, None, SegmentReason.OPENED)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The movable parts of one session on this replica."""
+
+    runner: UnitRunner
+    encoder: EncoderDriver
+    retained: RetainedUnits
+    durable: DurableSession
+    keeper: LeaseKeeper
+    outlet: "_Outlet"
+
+
+class _Outlet:
+    """Where units publish to; the actor that reads it is made after the runner."""
+
+    def __init__(self) -> None:
+        self.publish: Callable[[Event], None] = lambda event: None
+
+    def __call__(self, event: Event) -> None:
+        self.publish(event)
+
+
+def assemble_new(
+    shared: Assembly,
+    draft: OpeningDraft,
+    conversation: Conversation,
+    lease: Lease,
+    head: Head,
+    trace: SessionTrace,
+) -> SessionActor:
+    parts = _parts(shared, draft, lease, head, trace)
+    return _actor(shared, draft, parts, conversation, first_speech(), None, None)
+
+
+def assemble_recovered(
+    shared: Assembly, loaded: LoadedSession, decision: Resume, lease: Lease
+) -> SessionActor:
+    """The session as its ledger has it; what a lost owner left unfinished runs before anything new.
+
+    A respeak or redo continues the trace of the unit that was lost.
+    """
+    accepted = loaded.accepted
+    before = accepted[-1].traceparent if accepted else loaded.opening.traceparent
+    trace = shared.tracing.session(loaded.session, before, SegmentReason.RESUMED)
+    parts = _parts(shared, loaded.opening, lease, loaded.head, trace)
+    conversation = decode_conversation(loaded.state)
+    speech = first_speech() if loaded.voice_state is None else decode_speech(loaded.voice_state)
+    # The journal is the truth about numbers: an event that was journaled is never numbered again.
+    speech = structs.replace(speech, last_sequence=loaded.meta.events_last)
+    open_unit = (
+        decode_open_unit(loaded.accepted_state) if loaded.accepted_state is not None else None
+    )
+    parts.runner.rebuild_cause = RebuildCause.REPLICA_RESTART
+
+    async def recover() -> tuple[Conversation, Speech]:
+        return await _recover(loaded, decision, parts, conversation, speech, open_unit, shared)
+
+    return _actor(shared, loaded.opening, parts, conversation, speech, open_unit, recover)
+
+
+async def _recover(
+    loaded: LoadedSession,
+    decision: Resume,
+    parts: _Parts,
+    conversation: Conversation,
+    speech: Speech,
+    open_unit: OpenUnit | None,
+    shared: Assembly,
+) -> tuple[Conversation, Speech]:
+    wanted = [unit.seq for unit in conversation.window.units]
+    wanted += [conversation.seq] if conversation.completed else []
+    for unit, rows in history_from_ledger(loaded, wanted, shared.model.vocabulary):
+        parts.retained.put_rows(unit.input.seq, rows)
+        parts.retained.complete(unit)
+    heard, mark = conversation.seq, conversation.encoder_mark_samples
+    if open_unit is not None:
+        heard, mark = open_unit.append.seq, open_unit.encoder_mark_samples
+    parts.encoder.resume(heard, mark)
+    restoring = asyncio.create_task(parts.encoder.restore())
+    try:
+        for again in decision.respeak:
+            speech = await parts.runner.respeak(conversation, speech, again.unit)
+        if decision.redo is not None and open_unit is not None:
+            seq = decision.redo.unit.seq
+            conversation, speech = await parts.runner.redo(
+                conversation,
+                speech,
+                open_unit,
+                decode_rows(loaded.media[seq].rows),
+                decision.redo.attempt,
+                decision.redo.unit.traceparent,
+            )
+    finally:
+        # A failed restore is tried again with the next append, which knows how to wait for a stage.
+        await asyncio.gather(restoring, return_exceptions=True)
+    return conversation, speech
+
+
+def _parts(
+    shared: Assembly,
+    opening: Opening | OpeningDraft,
+    lease: Lease,
+    head: Head,
+    trace: SessionTrace,
+) -> _Parts:
+    facts = facts_of(opening, shared.model)
+    keeper = LeaseKeeper(shared.ledger.renew, lease)
+    durable = DurableSession(
+        shared.ledger, keeper, head, hold_s=shared.ledger_hold_s, metrics=shared.metrics
+    )
+    retained = RetainedUnits()
+
+    async def pcm_of_units(first: int, last: int) -> list[bytes]:
+        loaded = await durable.load()
+        return [loaded.media[seq].pcm for seq in range(first, last + 1)]
+
+    encoder = EncoderDriver(shared.stages.encoder, lease.session, pcm_of_units)
+    speaker = Speaker(
+        shared.stages,
+        talker_stream(shared.stages.talker, lease.session, lease.fence),
+        VoiceSettings(
+            session=lease.session,
+            voice=opening.voice,
+            seed=opening.seed,
+            sampling=TALKER_SAMPLING,
+            talker_limit=shared.model.max_talker_tokens,
+            final_prompt_token=facts.layout_ids.audio_slot,
+        ),
+        facts.vocabulary,
+        trace,
+    )
+    outlet = _Outlet()
+    runner = UnitRunner(
+        facts,
+        shared.stages,
+        encoder,
+        thinker_stream(shared.stages.thinker, lease.session, lease.fence),
+        Prompter(facts, retained, durable.load),
+        speaker,
+        durable,
+        trace,
+        shared.metrics,
+        outlet,
+    )
+    return _Parts(runner, encoder, retained, durable, keeper, outlet)
+
+
+def _actor(
+    shared: Assembly,
+    opening: Opening | OpeningDraft,
+    parts: _Parts,
+    conversation: Conversation,
+    speech: Speech,
+    open_unit: OpenUnit | None,
+    recover: Callable[[], Awaitable[tuple[Conversation, Speech]]] | None,
+) -> SessionActor:
+    facts = facts_of(opening, shared.model)
+    terms = terms_of(opening)
+    framing = conversation.framing if open_unit is None else open_unit.append.resume
+    parts.keeper.start()
+    actor = SessionActor(
+        session=opening.session,
+        mode=facts.policy.mode,
+        conversation=conversation,
+        speech=speech,
+        framer=UnitFramer(facts.layout.context_tokens, state=framing),
+        runner=parts.runner,
+        durable=parts.durable,
+        keeper=parts.keeper,
+        ledger=shared.ledger,
+        lifecycle=terms.lifecycle,
+        frames_per_unit=terms.camera.frames_per_unit,
+        recover=recover,
+    )
+    parts.outlet.publish = actor.publish
+    return actor

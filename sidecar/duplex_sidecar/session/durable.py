@@ -1,0 +1,143 @@
+"""The session's own view of the ledger: the head it expects, the lease it holds, outages.
+
+A write whose outcome is unknown is sent again with its operation id until it is known; what the
+ledger refuses (lease lost, another head) ends this owner, never the session's data. While the
+ledger is away, input is held for `hold_s`, then refused by name until the ledger is back.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from duplex_sidecar.ledger.call import Head, PendingCall
+from duplex_sidecar.ledger.errors import LedgerUnavailable
+from duplex_sidecar.ledger.journal import JournalBatch
+from duplex_sidecar.ledger.lease import LeaseKeeper
+from duplex_sidecar.ledger.media import Trim, UnitMedia
+from duplex_sidecar.ledger.records import AcceptDraft, ClosedDraft, CommitDraft, RedoDraft
+from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import LedgerCall
+
+RETRY_EVERY_S = 0.2
+_HELD_POLL_S = 0.02
+
+
+class DurableSession:
+    """One owner's writes, in the order of the unit's way. Not to be used from two tasks at once."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        keeper: LeaseKeeper,
+        head: Head,
+        *,
+        hold_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self._ledger = ledger
+        self._keeper = keeper
+        self._head = head
+        self._hold_s = hold_s
+        self._metrics = metrics
+        self._away_since: float | None = None
+
+    @property
+    def session(self) -> str:
+        return self._keeper.lease.session
+
+    @property
+    def replica(self) -> str:
+        return self._keeper.lease.replica
+
+    @property
+    def head(self) -> Head:
+        return self._head
+
+    @property
+    def refuses_input(self) -> bool:
+        """The ledger has been away longer than input is held."""
+        away = self._away_since
+        return away is not None and time.monotonic() - away > self._hold_s
+
+    async def accept(self, draft: AcceptDraft, media: UnitMedia, state: bytes) -> None:
+        await self._chain(
+            LedgerCall.ACCEPT,
+            lambda: self._ledger.accept(self._keeper.lease, self._head, draft, media, state=state),
+        )
+
+    async def commit(self, draft: CommitDraft, state: bytes, trim: Trim) -> None:
+        await self._chain(
+            LedgerCall.COMMIT,
+            lambda: self._ledger.commit(
+                self._keeper.lease, self._head, draft, state=state, trim=trim
+            ),
+        )
+
+    async def redo(self, seq: int, attempt: int, cause: str) -> None:
+        """Recorded before the unit is submitted again."""
+        await self._note(RedoDraft(seq=seq, attempt=attempt, cause=cause))
+
+    async def journal(self, batch: JournalBatch) -> None:
+        """The events are durable when this returns; they leave only while the lease is held."""
+
+        async def send() -> None:
+            await self._ledger.journal(self._keeper.lease, batch)
+
+        await self._until_known(LedgerCall.JOURNAL, send)
+        while not self._keeper.held:
+            if self._keeper.lost_because is not None:
+                raise self._keeper.lost_because
+            await asyncio.sleep(_HELD_POLL_S)
+
+    async def load(self) -> LoadedSession:
+        started = time.perf_counter()
+        loaded = await self._ledger.load(self.session)
+        self._metrics.ledger_call(LedgerCall.LOAD, (time.perf_counter() - started) * 1000)
+        return loaded
+
+    async def end(self, reason: str) -> None:
+        """The session is over: a last entry, then the lease is given back."""
+        if self._head.open_seq is None:
+            await self._note(ClosedDraft(seq=self._head.committed_seq, reason=reason))
+        await self._ledger.release(self._keeper.lease, ended=reason)
+
+    async def release(self) -> None:
+        """Another replica may go on."""
+        await self._ledger.release(self._keeper.lease)
+
+    async def _note(self, draft: RedoDraft | ClosedDraft) -> None:
+        await self._chain(
+            LedgerCall.NOTE, lambda: self._ledger.note(self._keeper.lease, self._head, draft)
+        )
+
+    async def _chain(self, call: LedgerCall, send: Callable[[], Awaitable[Head]]) -> None:
+        head = await self._until_known(call, send)
+        if head is not None:
+            self._head = head
+
+    async def _until_known(
+        self, call: LedgerCall, send: Callable[[], Awaitable[Head | None]]
+    ) -> Head | None:
+        """Send until the outcome is known. An unknown one is asked for with the same operation,
+        which is executed exactly once, then or now. Raises what the ledger refuses."""
+        started = time.perf_counter()
+        pending: PendingCall | None = None
+        while True:
+            try:
+                if pending is None:
+                    head = await send()
+                else:
+                    head = await self._ledger.retry_unknown(pending)
+                break
+            except LedgerUnavailable as error:
+                pending = error.pending or pending
+                if self._away_since is None:
+                    self._away_since = time.monotonic()
+                if self._keeper.lost_because is not None:
+                    raise self._keeper.lost_because from error
+                await asyncio.sleep(RETRY_EVERY_S)
+        self._away_since = None
+        self._metrics.ledger_call(call, (time.perf_counter() - started) * 1000)
+        return head

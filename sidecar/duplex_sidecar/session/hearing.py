@@ -1,0 +1,105 @@
+"""The session's audio encoder: fed once a unit, restored from recorded PCM after a loss.
+
+Committed rows are never encoded again. What a restore replays is the PCM since the encoder's last
+reset, and only to bring its state back; the rows of that replay are discarded.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from duplex_sidecar.framing.append import Append
+from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES, UNIT_SAMPLES
+from duplex_sidecar.session.stages import wait_ready
+from duplex_sidecar.session.streams import LOST
+from duplex_sidecar.stages.envelope import EncoderClose, EncoderFeed, EncoderOpen, EncoderRows
+from duplex_sidecar.stages.errors import StageError
+from duplex_sidecar.stages.interface import EncoderStage
+
+SAMPLE_BYTES = 2
+FIRST_PAD_SAMPLES = FIRST_CHUNK_SAMPLES - UNIT_SAMPLES
+MAX_TRIES = 3
+
+PcmOfUnits = Callable[[int, int], Awaitable[list[bytes]]]
+"""Encoder input (s16le) of the units first..last, both included, from the ledger."""
+
+
+def first_unit_needed(mark_samples: int) -> int:
+    """The oldest unit whose PCM a restore from `mark_samples` replays."""
+    return max(1, mark_samples // UNIT_SAMPLES)
+
+
+def cut_at_mark(pcm: bytes, mark_samples: int) -> bytes:
+    """Encoder input from `mark_samples` on; `pcm` begins with the unit that holds it."""
+    unit = first_unit_needed(mark_samples)
+    begin = 0 if unit == 1 else FIRST_PAD_SAMPLES + UNIT_SAMPLES * (unit - 1)
+    return pcm[SAMPLE_BYTES * (mark_samples - begin) :]
+
+
+class EncoderDriver:
+    """One session's encoder state, wherever its process stands."""
+
+    def __init__(self, stage: EncoderStage, session: str, pcm_of_units: PcmOfUnits) -> None:
+        self._stage = stage
+        self._session = session
+        self._pcm_of_units = pcm_of_units
+        self._generation = 0
+        self._mark_samples = 0
+        self._through = 0
+
+    def resume(self, through: int, mark_samples: int) -> None:
+        """The state to restore before the next feed: all units up to `through` were heard."""
+        self._generation = 0
+        self._through = through
+        self._mark_samples = mark_samples
+
+    async def feed(self, append: Append) -> EncoderRows:
+        """Rows of the next append. Waits for a restarting encoder and restores the session's state
+        first. Raises StageError: undecodable (a frame; nothing has changed), refused, or gone."""
+        request = EncoderFeed(
+            session=self._session,
+            unit=append.seq,
+            pcm_s16le=append.pcm_s16le,
+            frames=tuple(frame.data for frame in append.frames),
+            discard=False,
+        )
+        for attempt in range(1, MAX_TRIES + 1):
+            try:
+                await self._restore_if_lost()
+                rows = await self._stage.feed(request)
+                break
+            except StageError as error:
+                if error.fault not in LOST or attempt == MAX_TRIES:
+                    raise
+                self._generation = 0
+                await wait_ready(self._stage, "encoder")
+        else:
+            raise AssertionError("the loop ends by break or raise")
+        self._through = append.seq
+        self._mark_samples = rows.reset_mark_samples
+        return rows
+
+    async def _restore_if_lost(self) -> None:
+        generation = self._stage.generation
+        if generation == self._generation:
+            return
+        await self._stage.open(EncoderOpen(self._session, self._mark_samples))
+        if self._through:
+            first = first_unit_needed(self._mark_samples)
+            pcm = b"".join(await self._pcm_of_units(first, self._through))
+            await self._stage.feed(
+                EncoderFeed(
+                    session=self._session,
+                    unit=self._through,
+                    pcm_s16le=cut_at_mark(pcm, self._mark_samples),
+                    frames=(),
+                    discard=True,
+                )
+            )
+        self._generation = generation
+
+    async def restore(self) -> None:
+        """Bring the state back now instead of with the next append (after a recovery)."""
+        await self._restore_if_lost()
+
+    async def close(self) -> None:
+        if self._generation == self._stage.generation:
+            await self._stage.close(EncoderClose(self._session))

@@ -1,0 +1,66 @@
+"""The model that this replica serves, as far as a session has to know it. Torch-free."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig
+from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME, VOICES_FOLDER
+from duplex_sidecar.checkpoint.report import require_complete
+from duplex_sidecar.checkpoint.tokenizer import load_vocabulary, read_tokenizer
+from duplex_sidecar.checkpoint.voice_format import VOICE_SUFFIX
+from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from duplex_sidecar.stages.envelope import ElementType
+
+_SAMPLED_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """fingerprint: names the checkpoint; a session never moves to another one. max_model_tokens,
+    max_talker_tokens: the contract's limits here, at most what the checkpoint allows."""
+
+    config: CheckpointConfig
+    vocabulary: Vocabulary
+    encode: Callable[[str], Sequence[int]]
+    fingerprint: str
+    max_model_tokens: int
+    max_talker_tokens: int
+    voices: frozenset[str]
+
+    @property
+    def element_type(self) -> ElementType:
+        return ElementType(self.config.element_type)
+
+
+def load_model(folder: Path, max_model_tokens: int, max_talker_tokens: int) -> ServedModel:
+    """Read what the sidecar needs of a checkpoint. Raises CheckpointError with the first findings
+    when it is missing, incomplete or of another shape."""
+    config = require_complete(folder)
+    tokenizer = read_tokenizer(folder)
+    return ServedModel(
+        config=config,
+        vocabulary=load_vocabulary(folder),
+        encode=tokenizer.encode,
+        fingerprint=fingerprint_of(folder),
+        max_model_tokens=min(max_model_tokens, config.thinker.max_position_embeddings),
+        max_talker_tokens=min(max_talker_tokens, config.talker.max_position_embeddings),
+        voices=frozenset(path.stem for path in (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}")),
+    )
+
+
+def fingerprint_of(folder: Path) -> str:
+    """sha256 over config and tokenizer and, of each weight file, its size and both ends: reading
+    all of 18 GB at each start would cost more than the rest of the start."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_NAME, TOKENIZER_NAME):
+        digest.update((folder / name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            file.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest()[:32]

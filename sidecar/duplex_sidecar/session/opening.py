@@ -1,0 +1,122 @@
+"""What a session is opened with, and how the same comes back out of its ledger.
+
+The manifest is resolved once; the opening record pins the result for life, so that a change of
+defaults, of a preset or of the tokenizer's template never changes a running conversation.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampling, ResolvedSession
+from duplex_api.window import ResolvedWindow
+from duplex_sidecar.framing.append import NEW_FRAMER
+from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds
+from duplex_sidecar.model.minicpmo45.context import build_context, layout_ids_of
+from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, Sampling, initial_state
+from duplex_sidecar.session.conversation import Conversation, first_conversation
+from duplex_sidecar.session.facts import SessionFacts
+from duplex_sidecar.session.model import ServedModel
+from duplex_sidecar.window.parts import PromptContext
+from duplex_sidecar.window.policy import policy_of
+from duplex_sidecar.window.state import PlanLimits, WindowLayout
+
+DEFAULT_VOICE = "default"
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """Terms that a session keeps for life, beside its `SessionFacts`."""
+
+    voice: str
+    camera: ResolvedCamera
+    lifecycle: ResolvedLifecycle
+
+
+def opening_of(
+    session: str, resolved: ResolvedSession, model: ServedModel, traceparent: str
+) -> tuple[OpeningDraft, Conversation]:
+    """The opening record and the state before unit 1."""
+    context = build_context(
+        resolved.prompt,
+        None,
+        resolved.initial_text,
+        model.encode,
+        model.vocabulary.special_ids,
+    )
+    prompt = context.prompt
+    seed = resolved.sampling.seed
+    draft = OpeningDraft(
+        session=session,
+        checkpoint=model.fingerprint,
+        parts=(
+            PromptIds(prompt.prefix_ids),
+            PromptIds(prompt.suffix_ids),
+            PromptIds(prompt.marker_ids),
+        ),
+        voice=voice_of(resolved),
+        window=_raw(resolved.window),
+        sampling=_raw(resolved.sampling),
+        output=_raw(resolved.camera),
+        limits=_raw(resolved.lifecycle),
+        seed=secrets.randbits(48) if seed is None else seed,
+        traceparent=traceparent,
+    )
+    policy = initial_state(seeded_text=context.opens_response)
+    return draft, first_conversation(policy, NEW_FRAMER)
+
+
+def voice_of(resolved: ResolvedSession) -> str:
+    """Name of the voice file; a Secret's or ConfigMap's voice is laid down by the operator."""
+    return resolved.voice.name if resolved.voice and resolved.voice.name else DEFAULT_VOICE
+
+
+def facts_of(opening: Opening | OpeningDraft, model: ServedModel) -> SessionFacts:
+    """What the units read, out of the opening record."""
+    prefix, suffix, marker = (part.ids for part in opening.parts if isinstance(part, PromptIds))
+    window = msgspec.json.decode(opening.window, type=ResolvedWindow)
+    return SessionFacts(
+        session=opening.session,
+        seed=opening.seed,
+        prompt=PromptContext(
+            prefix_ids=prefix, reference_positions=0, suffix_ids=suffix, marker_ids=marker
+        ),
+        layout=WindowLayout(
+            context_tokens=len(prefix) + len(suffix),
+            prefix_tokens=len(prefix),
+            suffix_tokens=len(suffix),
+            marker_tokens=len(marker),
+            special_ids=model.vocabulary.special_ids,
+        ),
+        policy=policy_of(window),
+        limits=PlanLimits(max_model_tokens=model.max_model_tokens),
+        hysteresis_units=window.hysteresis_units,
+        boundary=window.boundary,
+        layout_ids=layout_ids_of(model.vocabulary.control_ids, None),
+        sampling=_sampling(msgspec.json.decode(opening.sampling, type=ResolvedSampling)),
+        vocabulary=model.vocabulary,
+    )
+
+
+def terms_of(opening: Opening | OpeningDraft) -> SessionTerms:
+    return SessionTerms(
+        voice=opening.voice,
+        camera=msgspec.json.decode(opening.output, type=ResolvedCamera),
+        lifecycle=msgspec.json.decode(opening.limits, type=ResolvedLifecycle),
+    )
+
+
+def _sampling(resolved: ResolvedSampling) -> Sampling:
+    if resolved.greedy:
+        return GREEDY_SAMPLING
+    return Sampling(
+        greedy=False,
+        temperature=resolved.temperature,
+        top_k=resolved.top_k,
+        top_p=resolved.top_p,
+    )
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -1,0 +1,260 @@
+"""All sessions of this replica: opened by the admin API, found by doors, taken up from the ledger.
+
+A client that dials with the token of a session that no replica runs makes this one take it up. That
+is the stand-alone rule; with an operator, placement decides and a refusal is final.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from duplex_api.resolve import resolve_session
+from duplex_api.session import DuplexSession
+from duplex_api.window import WindowLimits
+from duplex_sidecar.ledger import token as tokens
+from duplex_sidecar.ledger.errors import (
+    LeaseHeld,
+    LeaseSettling,
+    LedgerError,
+    LedgerUnavailable,
+    SessionEnded,
+    SessionErased,
+    SessionExists,
+    SessionUnknown,
+)
+from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.recovery import RefusalCode, Refuse, decide
+from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.session.actor import ClientAttachment, SessionActor
+from duplex_sidecar.session.assembly import Assembly, assemble_new, assemble_recovered
+from duplex_sidecar.session.conversation import encode_conversation
+from duplex_sidecar.session.opening import opening_of, voice_of
+
+log = logging.getLogger(__name__)
+
+ACQUIRE_TIMEOUT_S = 8.0
+_ACQUIRE_POLL_S = 0.1
+MAX_TOKEN_CHARACTERS = 512
+
+
+@dataclass
+class _Live:
+    actor: SessionActor
+    task: asyncio.Task[None]
+    token_sha256: str
+
+
+class SessionRegistry:
+    """Implements `session.port.SessionPort`."""
+
+    def __init__(
+        self, assembly: Assembly, ledger: Ledger, slots: int, ready: Callable[[], bool]
+    ) -> None:
+        self._assembly = assembly
+        self._ledger = ledger
+        self._slots = slots
+        self._ready = ready
+        self._live: dict[str, _Live] = {}
+        self._opening: set[str] = set()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._dead_replicas: set[str] = set()
+
+    @property
+    def live(self) -> dict[str, SessionActor]:
+        return {session: entry.actor for session, entry in self._live.items()}
+
+    @property
+    def free_slots(self) -> int:
+        return self._slots - len(self._live) - len(self._opening)
+
+    def declare_dead(self, replica: str) -> None:
+        """Proof of death: a supervisor saw that replica's process end. Its leases are broken when
+        one of its sessions is asked for."""
+        self._dead_replicas.add(replica)
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    async def open(self, session: str, manifest: DuplexSession, token: str) -> SessionActor:
+        """Idempotent: the same session again returns the running one.
+
+        Raises WindowConfigError and UnknownPresetError for the manifest, ClientError for the rest.
+        """
+        if not tokens_acceptable(token):
+            raise ClientError(ErrorCode.INVALID_EVENT, "the token is empty or too long", "token")
+        async with self._lock(session):
+            entry = self._live.get(session)
+            if entry is not None:
+                if tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
+                    raise ClientError(ErrorCode.UNAUTHORIZED)
+                return entry.actor
+            model = self._assembly.model
+            resolved = resolve_session(
+                manifest.spec, None, WindowLimits(max_model_tokens=model.max_model_tokens)
+            )
+            voice = voice_of(resolved)
+            if voice not in model.voices:
+                known = ", ".join(sorted(model.voices))
+                raise ClientError(
+                    ErrorCode.INVALID_EVENT,
+                    f"the checkpoint has no voice {voice!r}; it has {known}",
+                    "spec.voice.name",
+                )
+            with self._slot(session):
+                trace = self._assembly.new_trace(session)
+                draft, conversation = opening_of(session, resolved, model, trace.traceparent)
+                digest = tokens.token_sha256(token)
+                try:
+                    head = await self._ledger.create(
+                        draft,
+                        replica=self._assembly.replica,
+                        token_sha256=digest,
+                        state=encode_conversation(conversation),
+                    )
+                    lease = await self._ledger.acquire(session, self._assembly.replica)
+                except SessionExists:
+                    return await self._take_up(session, token)
+                except SessionErased:
+                    raise ClientError(ErrorCode.SESSION_ENDED, "the session was erased") from None
+                except LedgerUnavailable as error:
+                    raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
+                actor = assemble_new(self._assembly, draft, conversation, lease, head, trace)
+                return self._start(session, actor, digest)
+
+    # --- attaching --------------------------------------------------------------------------------
+
+    async def attach(self, session: str, token: str, last_sequence: int | None) -> ClientAttachment:
+        if not session or not tokens_acceptable(token):
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+        if not self._ready():
+            raise ClientError(ErrorCode.NOT_READY)
+        async with self._lock(session):
+            entry = self._live.get(session)
+            if entry is None:
+                with self._slot(session):
+                    actor = await self._take_up(session, token)
+            elif tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
+                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+            else:
+                actor = entry.actor
+        return await actor.attach(last_sequence)
+
+    async def _take_up(self, session: str, token: str) -> SessionActor:
+        """Take a session over from the ledger."""
+        try:
+            meta = await self._ledger.reader.meta(session)
+            if meta is None or meta.phase is Phase.ERASED:
+                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+            matched = tokens.match(token, meta.token_sha256, meta.token_offered_sha256)
+            if matched is tokens.TokenMatch.NONE:
+                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+            if meta.phase is Phase.ENDED:
+                raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
+            lease = await self._acquire(session)
+            loaded = await self._ledger.load(session)
+        except (SessionUnknown, SessionErased):
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND) from None
+        except SessionEnded as error:
+            raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
+        except LedgerUnavailable as error:
+            raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
+        except LedgerError as error:
+            log.error("session cannot be taken up: %s", error)
+            raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
+        decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
+        if isinstance(decision, Refuse):
+            await self._refuse(lease, decision)
+        else:
+            actor = assemble_recovered(self._assembly, loaded, decision, lease)
+            return self._start(session, actor, meta.token_sha256)
+        raise AssertionError("refused above")
+
+    async def _refuse(self, lease: Lease, refusal: Refuse) -> None:
+        """Nothing is deleted; only a unit that failed too often ends the session."""
+        log.error("session refused: %s: %s", refusal.code, refusal.reason)
+        ended = refusal.code is RefusalCode.UNIT_FAILED
+        await self._ledger.release(lease, ended=refusal.code if ended else None)
+        code = ErrorCode.UNIT_FAILED if ended else ErrorCode.LEDGER_CORRUPT
+        if refusal.code is RefusalCode.ENDED:
+            code = ErrorCode.SESSION_ENDED
+        raise ClientError(code, refusal.reason)
+
+    async def _acquire(self, session: str) -> Lease:
+        """Wait for the lease of a lost owner to run out, or break it where its death is proven."""
+        deadline = asyncio.get_running_loop().time() + ACQUIRE_TIMEOUT_S
+        while True:
+            try:
+                return await self._ledger.acquire(session, self._assembly.replica)
+            except LeaseHeld as held:
+                wait_s = held.remaining_ms / 1000
+                if held.replica in self._dead_replicas:
+                    await self._ledger.break_lease(session, replica=held.replica)
+                    continue
+            except LeaseSettling as settling:
+                wait_s = settling.wait_ms / 1000
+            if asyncio.get_running_loop().time() + min(wait_s, _ACQUIRE_POLL_S) > deadline:
+                raise ClientError(ErrorCode.NOT_READY, "another replica holds the session's lease")
+            await asyncio.sleep(max(0.01, min(wait_s, _ACQUIRE_POLL_S)))
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    async def end(self, session: str) -> bool:
+        """End a running session for good. False when it does not run here."""
+        entry = self._live.get(session)
+        if entry is None:
+            return False
+        await entry.actor.end(ErrorCode.SESSION_ENDED, "ended by the admin API")
+        return True
+
+    async def close(self) -> None:
+        """Let go of all sessions: their ledgers stay open for another replica."""
+        tasks = [entry.task for entry in self._live.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _start(self, session: str, actor: SessionActor, token_sha256: str) -> SessionActor:
+        task = asyncio.create_task(actor.run(), name=f"session {session}")
+        self._live[session] = _Live(actor, task, token_sha256)
+        self._assembly.metrics.sessions_live(len(self._live))
+
+        def forget(_: asyncio.Task[None]) -> None:
+            self._live.pop(session, None)
+            self._assembly.metrics.sessions_live(len(self._live))
+
+        task.add_done_callback(forget)
+        return actor
+
+    def _lock(self, session: str) -> asyncio.Lock:
+        if len(self._locks) > 4 * self._slots + 64:
+            self._locks = {name: lock for name, lock in self._locks.items() if lock.locked()}
+        return self._locks.setdefault(session, asyncio.Lock())
+
+    def _slot(self, session: str) -> "_Slot":
+        if self.free_slots < 1:
+            raise ClientError(
+                ErrorCode.RESOURCE_EXHAUSTED, f"all {self._slots} slots of this replica are taken"
+            )
+        return _Slot(self._opening, session)
+
+
+class _Slot:
+    """A slot counted as taken while a session is being opened."""
+
+    def __init__(self, opening: set[str], session: str) -> None:
+        self._opening = opening
+        self._session = session
+
+    def __enter__(self) -> None:
+        self._opening.add(self._session)
+
+    def __exit__(self, *_: object) -> None:
+        self._opening.discard(self._session)
+
+
+def tokens_acceptable(token: str) -> bool:
+    return 0 < len(token) <= MAX_TOKEN_CHARACTERS

@@ -1,0 +1,304 @@
+"""From a unit's answer to samples: hand-off, Talker, Code2Wav. Decides nothing of what is said.
+
+Works on `Speech` snapshots: `voice` returns the next one and keeps only what can be lost (streams,
+the last condition's rows). A lost Talker stream is rebuilt from the previous condition and its
+codes where they are still at hand, else from the present condition alone; a lost or refused vocoder
+stream starts a new epoch at chunk 0. Both change how it sounds at the seam, never what is said.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from duplex_sidecar.model.minicpmo45 import talker as talker_rules
+from duplex_sidecar.model.minicpmo45.decode import Sampling
+from duplex_sidecar.model.minicpmo45.handoff import Handoff, select
+from duplex_sidecar.model.minicpmo45.producer import (
+    Chunk,
+    CodeRecord,
+    ProducerState,
+    new_epoch,
+    produce_unit,
+)
+from duplex_sidecar.model.minicpmo45.talker_context import PromptAction, plan_condition
+from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from duplex_sidecar.session.conversation import Speech
+from duplex_sidecar.session.stages import StageSet, wait_ready
+from duplex_sidecar.session.streams import LOST, TalkerStream
+from duplex_sidecar.stages.envelope import (
+    ELEMENT_BYTES,
+    Condition,
+    Ids,
+    Tensor,
+    ThinkerAnswer,
+    WaveClose,
+    WaveFeed,
+    WaveOpen,
+)
+from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.telemetry.names import EpochCause, StepName
+from duplex_sidecar.telemetry.traces import SessionTrace, UnitTrace
+
+SOURCE = 1
+"""The one generator of a session's codes. Nothing retires it: recoveries start an epoch instead."""
+_RESTARTABLE = frozenset(
+    {
+        StageFault.GONE,
+        StageFault.TIMEOUT,
+        StageFault.UNKNOWN_STREAM,
+        StageFault.OUT_OF_ORDER,
+    }
+)
+
+
+@dataclass(frozen=True)
+class SoundChunk:
+    """Samples of one stage-2 chunk."""
+
+    chunk: Chunk
+    pcm_s16le: bytes
+
+    @property
+    def samples(self) -> int:
+        return len(self.pcm_s16le) // 2
+
+    @property
+    def new_codes(self) -> int:
+        """Codes beyond the left context; a re-sent left context at a turn's end has none."""
+        return len(self.chunk.codes) - self.chunk.left_context
+
+
+@dataclass(frozen=True)
+class Voiced:
+    """What a unit brought to sound, and the state after it. turn_started, turn_ended: marks to
+    send before and after the sound. text: what is spoken in it."""
+
+    speech: Speech
+    turn_started: bool
+    turn_ended: bool
+    text: str
+    chunks: tuple[SoundChunk, ...]
+    talker_ms: float
+    code2wav_ms: float
+
+
+@dataclass(frozen=True)
+class VoiceSettings:
+    """Fixed for the session. seed names all its random draws."""
+
+    session: str
+    voice: str
+    seed: int
+    sampling: Sampling
+    talker_limit: int
+    final_prompt_token: int
+    """Id at the last position of an append: the audio slot."""
+
+
+class Speaker:
+    """The Talker and vocoder streams of one session."""
+
+    def __init__(
+        self,
+        stages: StageSet,
+        stream: TalkerStream,
+        settings: VoiceSettings,
+        vocabulary: Vocabulary,
+        trace: SessionTrace,
+    ) -> None:
+        self._stages = stages
+        self._stream = stream
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._trace = trace
+        self._last_condition: Condition | None = None
+        self._opened: tuple[int, int] | None = None
+        """(stage generation, epoch) that Code2Wav has open for this session."""
+
+    async def voice(
+        self, speech: Speech, unit: int, answer: ThinkerAnswer, trace: UnitTrace
+    ) -> Voiced:
+        """Run a committed unit's answer through Talker and Code2Wav. Raises StageError for what
+        cannot be mended by a rebuilt stream or a new epoch, HandoffError for missing rows."""
+        handoff, handoff_state, turn_ended = select(
+            speech.handoff,
+            answer.emitted_ids,
+            self._settings.final_prompt_token,
+            self._vocabulary,
+        )
+        codes: tuple[int, ...] = ()
+        talker_ms = 0.0
+        turn_started = handoff is not None and not speech.turn_open
+        after = speech
+        if handoff is not None:
+            with trace.step(StepName.TALKER) as step:
+                after, codes = await self._talk(speech, unit, handoff, answer.hidden)
+            talker_ms = step.elapsed_ms
+        chunks: tuple[SoundChunk, ...] = ()
+        code2wav_ms = 0.0
+        producer = after.producer
+        if handoff is not None or turn_ended:
+            record = CodeRecord(
+                source=SOURCE,
+                turn=(0, speech.handoff.turn),
+                codes=codes,
+                finished=True,
+                turn_end=turn_ended,
+                text=handoff.text if handoff else "",
+            )
+            with trace.step(StepName.CODE2WAV) as step:
+                chunks, producer = await self._vocode(producer, record, after, unit, trace)
+            code2wav_ms = step.elapsed_ms
+        text = handoff.text if handoff else ""
+        samples = sum(chunk.samples for chunk in chunks)
+        new_codes = sum(sound.new_codes for sound in chunks if sound.samples)
+        turn = speech.turn + 1 if turn_started else speech.turn
+        after = structs.replace(
+            after,
+            unit=unit,
+            turn=turn,
+            turn_open=(speech.turn_open or turn_started) and not turn_ended,
+            turn_text=text if turn_started else speech.turn_text + text,
+            turn_samples=samples if turn_started else speech.turn_samples + samples,
+            turn_codes=new_codes if turn_started else speech.turn_codes + new_codes,
+            handoff=handoff_state,
+            producer=producer,
+            epoch=chunks[-1].chunk.epoch if chunks else speech.epoch,
+            stage2_sequence=chunks[-1].chunk.sequence if chunks else speech.stage2_sequence,
+        )
+        ended = turn_ended and (speech.turn_open or turn_started)
+        return Voiced(after, turn_started, ended, text, chunks, talker_ms, code2wav_ms)
+
+    # --- Talker -----------------------------------------------------------------------------------
+
+    async def _talk(
+        self, speech: Speech, unit: int, handoff: Handoff, hidden: Tensor
+    ) -> tuple[Speech, tuple[int, ...]]:
+        condition = Condition(handoff.ids, rows_of(hidden, handoff.row_indices))
+        recent = () if handoff.turn_start else speech.recent_codes
+        rules = talker_rules.encode_rules(
+            talker_rules.UnitRules(
+                kind=handoff.kind,
+                recent_codes=recent,
+                sampling=self._settings.sampling,
+                seed=f"{self._settings.seed}:talker:{unit}",
+            )
+        )
+        try:
+            speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
+        except StageError as error:
+            if error.fault not in LOST:
+                raise
+            await wait_ready(self._stages.talker, "talker")
+            speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
+        self._last_condition = condition
+        return (
+            structs.replace(
+                speech, codes=codes, recent_codes=talker_rules.recent_codes(recent, codes)
+            ),
+            codes,
+        )
+
+    async def _feed_condition(
+        self, speech: Speech, unit: int, handoff: Handoff, condition: Condition, rules: bytes
+    ) -> tuple[Speech, tuple[int, ...]]:
+        lost = not self._stream.live
+        # Without the previous condition's rows a lost prompt cannot be recomputed: the condition
+        # then stands alone, as at a turn start.
+        alone = handoff.turn_start or (lost and self._last_condition is None)
+        plan = plan_condition(
+            speech.talker,
+            condition_seq=handoff.condition_seq,
+            condition_len=handoff.condition_len,
+            confirmed_codes=len(speech.codes),
+            reserve=handoff.budget.max_codes,
+            turn_start=alone,
+            limit=self._settings.talker_limit,
+            stream_lost=lost,
+        )
+        if plan.action is PromptAction.EXTEND:
+            position = plan.after.prompt_len - plan.after.condition_len
+            answer = await self._stream.extend(unit, position, (condition,), rules)
+        elif plan.action is PromptAction.RECOMPUTE and self._last_condition is not None:
+            parts = (self._last_condition, Ids(speech.codes), condition)
+            answer = await self._stream.rebuild(unit, parts, rules)
+        else:
+            answer = await self._stream.rebuild(unit, (condition,), rules)
+        return structs.replace(speech, talker=plan.after), answer.codes
+
+    # --- Code2Wav ---------------------------------------------------------------------------------
+
+    async def _vocode(
+        self,
+        producer: ProducerState,
+        record: CodeRecord,
+        speech: Speech,
+        unit: int,
+        trace: UnitTrace,
+    ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
+        if producer.sequence and not self._is_open(producer.epoch):
+            producer = new_epoch(producer)
+            cause = EpochCause.RECOVERY
+        else:
+            cause = EpochCause.OPEN if producer.epoch == 0 else EpochCause.TURN_END
+        for attempt in (1, 2):
+            outputs, after = produce_unit(producer, record)
+            try:
+                sound = [
+                    await self._sound(output, speech, unit, cause, trace)
+                    for output in outputs
+                    if isinstance(output, Chunk)
+                ]
+                return tuple(sound), after
+            except StageError as error:
+                if error.fault not in _RESTARTABLE or attempt == 2:
+                    raise
+                self._opened = None
+                violated = error.fault is StageFault.OUT_OF_ORDER
+                cause = EpochCause.VIOLATION if violated else EpochCause.RECOVERY
+                await wait_ready(self._stages.code2wav, "code2wav")
+                producer = new_epoch(producer)
+        raise AssertionError("unreachable")
+
+    def _is_open(self, epoch: int) -> bool:
+        return self._opened == (self._stages.code2wav.generation, epoch)
+
+    async def _sound(
+        self, chunk: Chunk, speech: Speech, unit: int, cause: EpochCause, trace: UnitTrace
+    ) -> SoundChunk:
+        session = self._settings.session
+        if chunk.sequence == 0:
+            generation = self._stages.code2wav.generation
+            await self._stages.code2wav.open(WaveOpen(session, chunk.epoch, self._settings.voice))
+            self._opened = (generation, chunk.epoch)
+            self._trace.stage2_epoch(chunk.epoch, cause, trace)
+        samples = await self._stages.code2wav.feed(
+            WaveFeed(
+                session=session,
+                epoch=chunk.epoch,
+                sequence=chunk.sequence,
+                turn=speech.turn,
+                unit=unit,
+                codes=chunk.codes,
+                code_count=chunk.code_count,
+                last_chunk=chunk.last_chunk,
+                seed=f"{self._settings.seed}:wave:{speech.handoff.turn}",
+            )
+        )
+        return SoundChunk(chunk, samples.pcm_s16le)
+
+    async def close(self) -> None:
+        await self._stream.close()
+        if self._opened is not None and self._opened[0] == self._stages.code2wav.generation:
+            # A vocoder that is gone holds nothing of ours.
+            with contextlib.suppress(StageError):
+                await self._stages.code2wav.close(WaveClose(self._settings.session))
+
+
+def rows_of(hidden: Tensor, indices: tuple[int, ...]) -> Tensor:
+    """The rows of a [n, width] tensor at `indices`, in that order."""
+    _, width = hidden.shape
+    size = width * ELEMENT_BYTES[hidden.element_type]
+    data = b"".join(hidden.data[index * size : (index + 1) * size] for index in indices)
+    return Tensor(hidden.element_type, (len(indices), width), data)

@@ -1,0 +1,39 @@
+"""The four stages as one session uses them, and the wait for one that restarts."""
+
+import asyncio
+from dataclasses import dataclass
+
+from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.interface import (
+    Code2WavStage,
+    EncoderStage,
+    Stage,
+    TalkerStage,
+    ThinkerStage,
+)
+
+READY_TIMEOUT_S = 90.0
+"""A stage that restarts has this long before the unit that waits for it fails."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class StageSet:
+    encoder: EncoderStage
+    thinker: ThinkerStage
+    talker: TalkerStage
+    code2wav: Code2WavStage
+
+
+async def wait_ready(stage: Stage, name: str) -> None:
+    """Returns when the stage answers its health. Raises StageError (gone) after 90 s."""
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while True:
+                try:
+                    await stage.health()
+                    return
+                except StageError:
+                    await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise StageError(name, StageFault.GONE, f"not back in {READY_TIMEOUT_S:.0f} s") from None

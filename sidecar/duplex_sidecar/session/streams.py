@@ -1,0 +1,159 @@
+"""A session's stream in the Thinker or the Talker: which it is, whether it lives, how it is fed.
+
+A stream is one engine request. An extension continues it; a rebuild opens a new one and lets the
+old one go once the new one has answered. Streams of an older stage generation are gone.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from duplex_sidecar.stages.envelope import (
+    TalkerAnswer,
+    TalkerClose,
+    TalkerFeed,
+    TalkerPart,
+    ThinkerAnswer,
+    ThinkerClose,
+    ThinkerFeed,
+    ThinkerPart,
+)
+from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.interface import Stage, TalkerStage, ThinkerStage
+
+log = logging.getLogger(__name__)
+
+LOST = frozenset({StageFault.GONE, StageFault.UNKNOWN_STREAM, StageFault.TIMEOUT})
+"""Faults after which a stream is rebuilt. After a time-out its state is unknown, hence gone."""
+
+_Part = TypeVar("_Part")
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class StreamFeed(Generic[_Part]):
+    """One feed, before it is known which engine takes it. Fields as in `stages.envelope`."""
+
+    stream: str
+    unit: int
+    opens: bool
+    position: int
+    parts: tuple[_Part, ...]
+    rules: bytes
+
+
+class EngineStream(Generic[_Part, _Answer]):
+    """Streams of one session in one engine; at most one is live."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        name: str,
+        feed: Callable[[StreamFeed[_Part]], Awaitable[_Answer]],
+        close: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`name` makes the streams' names unique across sessions, replicas and fences."""
+        self._stage = stage
+        self._name = name
+        self._feed_stage = feed
+        self._close_stage = close
+        self._numbers = itertools.count(1)
+        self._stream: str | None = None
+        self._generation = 0
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def live(self) -> bool:
+        """Whether there is a stream that may be extended."""
+        return self._stream is not None and self._generation == self._stage.generation
+
+    async def extend(
+        self, unit: int, position: int, parts: tuple[_Part, ...], rules: bytes
+    ) -> _Answer:
+        """Feed the live stream. A lost stream raises StageError and is forgotten."""
+        stream = self._stream
+        if stream is None or not self.live:
+            raise StageError(self._name, StageFault.UNKNOWN_STREAM, "no live stream")
+        return await self._feed(StreamFeed(stream, unit, False, position, parts, rules))
+
+    async def rebuild(self, unit: int, parts: tuple[_Part, ...], rules: bytes) -> _Answer:
+        """Open a new stream with a whole prompt; the old one is closed after the answer."""
+        old = self._stream if self.live else None
+        stream = f"{self._name}/{next(self._numbers)}"
+        generation = self._stage.generation
+        try:
+            answer = await self._feed(StreamFeed(stream, unit, True, 0, parts, rules))
+            self._stream, self._generation = stream, generation
+            return answer
+        except StageError:
+            self._stream = None
+            raise
+        finally:
+            if old is not None:
+                self._close_soon(old)
+
+    async def _feed(self, feed: StreamFeed[_Part]) -> _Answer:
+        try:
+            return await self._feed_stage(feed)
+        except asyncio.CancelledError:
+            self._close_soon(feed.stream)
+            self._stream = None
+            raise
+        except StageError as error:
+            if error.fault in LOST:
+                self._stream = None
+            if error.fault is not StageFault.GONE:
+                self._close_soon(feed.stream)
+                self._stream = None
+            raise
+
+    def _close_soon(self, stream: str) -> None:
+        task = asyncio.create_task(self._close_stream(stream))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_stream(self, stream: str) -> None:
+        try:
+            await self._close_stage(stream)
+        except StageError as error:
+            # The stage's own reconciler ends streams that nobody claims.
+            log.info(
+                "stream not closed", extra={"fields": {"stage": error.stage, "fault": error.fault}}
+            )
+
+    async def close(self) -> None:
+        """End the stream; waits until the stage has let go of it."""
+        stream = self._stream if self.live else None
+        self._stream = None
+        if stream is not None:
+            await self._close_stream(stream)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+ThinkerStream = EngineStream[ThinkerPart, ThinkerAnswer]
+TalkerStream = EngineStream[TalkerPart, TalkerAnswer]
+
+
+def thinker_stream(stage: ThinkerStage, session: str, fence: int) -> ThinkerStream:
+    def feed(f: StreamFeed[ThinkerPart]) -> Awaitable[ThinkerAnswer]:
+        return stage.feed(
+            ThinkerFeed(session, f.stream, f.unit, f.opens, f.position, f.parts, f.rules)
+        )
+
+    return EngineStream(
+        stage, f"{session}/{fence}", feed, lambda stream: stage.close(ThinkerClose(stream))
+    )
+
+
+def talker_stream(stage: TalkerStage, session: str, fence: int) -> TalkerStream:
+    def feed(f: StreamFeed[TalkerPart]) -> Awaitable[TalkerAnswer]:
+        return stage.feed(
+            TalkerFeed(session, f.stream, f.unit, f.opens, f.position, f.parts, f.rules)
+        )
+
+    return EngineStream(
+        stage, f"{session}/{fence}", feed, lambda stream: stage.close(TalkerClose(stream))
+    )

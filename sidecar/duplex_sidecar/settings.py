@@ -1,0 +1,50 @@
+"""Settings of one sidecar process: what it is told at start, validated once, then frozen."""
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from duplex_sidecar.stages.engine.settings import Device
+
+
+class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that the sidecar needs to know. Secrets are read from files, never logged."""
+
+    checkpoint: Path
+    redis_url: str
+    runtime_dir: Path
+    """Sockets, stage logs, engine views, the hand-off ring. Private to this process."""
+    cache_dir: Path
+    """Caches that survive a restart (vLLM's model information). Shared between replicas."""
+    host: str = "127.0.0.1"
+    port: int = 8765
+    model_name: str = "duplex"
+    replica: str = msgspec.field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    device: Device = Device.CPU
+    slots: int = 4
+    """Live sessions at once."""
+    rebuild_seats: int = 2
+    """Rebuilds at once: an old and a new stream live side by side while one is under way."""
+    max_model_tokens: int = 8192
+    """The contract's limit of the Thinker; the engine itself gets 32 positions more."""
+    max_talker_tokens: int = 4096
+    thinker_kv_bytes: int = 256 * 1024 * 1024
+    talker_kv_bytes: int = 128 * 1024 * 1024
+    cuda_graphs: bool = False
+    load_dummy_weights: bool = False
+    """Bench only: stages make up weights of the checkpoint's shape; only config.json is read."""
+    admin_token: str = ""
+    """Empty: the admin API answers 401 to everybody."""
+    otlp_endpoint: str | None = None
+    content_in_telemetry: bool = False
+    ledger_hold_s: float = 10.0
+    """How long input is held while the ledger cannot be reached, before it is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if not 0 <= self.port < 65536:
+            raise ValueError("port must be between 0 and 65535")

@@ -1,0 +1,26 @@
+"""The Talker's process. See `stages/process_main.py` for its command line and its exit status.
+
+This module stays almost empty on purpose: vLLM spawns the engine core, which imports the main
+module again, and everything that is imported here is then paid for twice.
+"""
+
+from collections.abc import Awaitable
+from pathlib import Path
+
+import msgspec
+
+from duplex_sidecar.stages.engine.scratch import use_scratch_folder
+from duplex_sidecar.stages.process_main import StageService, run_stage_process
+from duplex_sidecar.stages.talker.config import TalkerSettings
+
+
+def _load(config: bytes) -> Awaitable[StageService]:
+    settings = msgspec.json.decode(config, type=TalkerSettings)
+    use_scratch_folder(Path(settings.runtime_dir))
+    from duplex_sidecar.stages.talker.service import load
+
+    return load(settings)
+
+
+if __name__ == "__main__":
+    run_stage_process("talker", _load)

@@ -1,0 +1,169 @@
+"""Numbers of this process, through OTLP and on a Prometheus page, from the same instruments.
+
+Labels are enums only: no session id and no free text, so that the number of series is bounded.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from duplex_sidecar.telemetry import names
+from duplex_sidecar.telemetry.bounded import finishes_within
+from duplex_sidecar.telemetry.settings import TelemetrySettings
+from duplex_sidecar.telemetry.traces import resource_of
+
+PROMETHEUS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+RECENT_UNITS: Final = 600
+"""Units that the near-real-time ratio looks back on: 10 minutes of one session."""
+
+_UNIT_MS: Final = (10, 25, 50, 80, 120, 180, 250, 300, 400, 500, 650, 800, 1000, 1500, 2500, 5000)
+_STAGE_MS: Final = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 800, 1200, 2500, 5000)
+_LEDGER_MS: Final = (0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 80, 200, 1000, 5000)
+_PACE: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+Labels = dict[str, str]
+
+
+class Metrics:
+    """The instruments of this process; every method costs microseconds and never waits."""
+
+    def __init__(self, settings: TelemetrySettings) -> None:
+        """Starts one background thread if there is an endpoint, none otherwise."""
+        self._registry = CollectorRegistry()
+        readers: list[MetricReader] = [
+            PrometheusMetricReader(scope_info_enabled=False, registry=self._registry)
+        ]
+        url = settings.signal_url("v1/metrics")
+        if url is not None:
+            exporter = OTLPMetricExporter(endpoint=url, timeout=settings.export_timeout_ms / 1000)
+            readers.append(
+                PeriodicExportingMetricReader(
+                    exporter,
+                    export_interval_millis=settings.metric_interval_ms,
+                    export_timeout_millis=settings.export_timeout_ms,
+                )
+            )
+        self._provider = MeterProvider(
+            metric_readers=readers, resource=resource_of(settings), shutdown_on_exit=False
+        )
+        meter = self._provider.get_meter("duplex", settings.service_version)
+        self._units = meter.create_counter(names.METRIC_UNITS, "1", "Units by decision")
+        self._unit_wall = meter.create_histogram(
+            names.METRIC_UNIT_WALL,
+            "ms",
+            "Wall time of a unit, from its input to its last sound",
+            explicit_bucket_boundaries_advisory=_UNIT_MS,
+        )
+        self._unit_pace = meter.create_histogram(
+            names.METRIC_UNIT_PACE,
+            "1",
+            "Wall time of a unit over the time it covers; above 1 is slower than real time",
+            explicit_bucket_boundaries_advisory=_PACE,
+        )
+        self._units_late = meter.create_counter(
+            names.METRIC_UNITS_LATE, "1", "Units slower than real time"
+        )
+        self._rebuilds = meter.create_counter(
+            names.METRIC_REBUILDS, "1", "Rebuilds of the Thinker's prompt by cause"
+        )
+        self._rebuild_time = meter.create_histogram(
+            names.METRIC_REBUILD_TIME,
+            "ms",
+            "Time of a rebuild by cause",
+            explicit_bucket_boundaries_advisory=_UNIT_MS,
+        )
+        self._stage_time = meter.create_histogram(
+            names.METRIC_STAGE_TIME,
+            "ms",
+            "Time of a stage call",
+            explicit_bucket_boundaries_advisory=_STAGE_MS,
+        )
+        self._stage_restarts = meter.create_counter(
+            names.METRIC_STAGE_RESTARTS, "1", "Restarts of a stage process"
+        )
+        self._sessions_live = meter.create_gauge(
+            names.METRIC_SESSIONS_LIVE, "1", "Sessions that hold a slot"
+        )
+        self._ledger_time = meter.create_histogram(
+            names.METRIC_LEDGER_TIME,
+            "ms",
+            "Time of a ledger call",
+            explicit_bucket_boundaries_advisory=_LEDGER_MS,
+        )
+        self._epochs = meter.create_counter(
+            names.METRIC_STAGE2_EPOCHS, "1", "Stage-2 epochs by cause"
+        )
+        self._refused = meter.create_counter(
+            names.METRIC_ENVELOPES_REFUSED, "1", "Envelopes refused between stages by reason"
+        )
+        self._recent_in_time: deque[bool] = deque(maxlen=RECENT_UNITS)
+        meter.create_observable_gauge(
+            names.METRIC_NEAR_REAL_TIME,
+            [self._observe_near_real_time],
+            "1",
+            f"Share of the last {RECENT_UNITS} units not slower than real time",
+        )
+
+    def unit(self, decision: names.UnitDecision, wall_ms: float, audio_ms: float) -> None:
+        """A unit is done. `audio_ms` (> 0): length of the input it covers."""
+        labels: Labels = {names.UNIT_DECISION: decision.value}
+        self._units.add(1, labels)
+        self._unit_wall.record(wall_ms, labels)
+        self._unit_pace.record(wall_ms / audio_ms, labels)
+        in_time = wall_ms <= audio_ms
+        if not in_time:
+            self._units_late.add(1, labels)
+        self._recent_in_time.append(in_time)
+
+    def rebuild(self, cause: names.RebuildCause, elapsed_ms: float) -> None:
+        labels: Labels = {names.WINDOW_CAUSE: cause.value}
+        self._rebuilds.add(1, labels)
+        self._rebuild_time.record(elapsed_ms, labels)
+
+    def stage_call(self, stage: names.StageName, elapsed_ms: float) -> None:
+        self._stage_time.record(elapsed_ms, {names.STAGE: stage.value})
+
+    def stage_restarted(self, stage: names.StageName) -> None:
+        self._stage_restarts.add(1, {names.STAGE: stage.value})
+
+    def sessions_live(self, count: int) -> None:
+        self._sessions_live.set(count)
+
+    def ledger_call(self, call: names.LedgerCall, elapsed_ms: float) -> None:
+        self._ledger_time.record(elapsed_ms, {names.LEDGER_CALL: call.value})
+
+    def epoch(self, cause: names.EpochCause) -> None:
+        self._epochs.add(1, {names.STAGE2_CAUSE: cause.value})
+
+    def envelope_refused(self, reason: str) -> None:
+        """`reason`: a value of a closed list (contract section E, or a StageFault)."""
+        self._refused.add(1, {names.ENVELOPE_REASON: reason})
+
+    def near_real_time_ratio(self) -> float:
+        """Share of the recent units that were not slower than real time; 1.0 before any unit."""
+        recent = tuple(self._recent_in_time)
+        return sum(recent) / len(recent) if recent else 1.0
+
+    def _observe_near_real_time(self, _options: CallbackOptions) -> Iterable[Observation]:
+        yield Observation(self.near_real_time_ratio())
+
+    def prometheus_page(self) -> bytes:
+        """The page for `/metrics`, of type PROMETHEUS_CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def flush(self, timeout_ms: int) -> bool:
+        """Export now. False: not taken in time. Blocks: call it in a thread from asyncio."""
+        return finishes_within(timeout_ms, self._provider.force_flush, "duplex-metric-flush")
+
+    def close(self, timeout_ms: int) -> bool:
+        """Export once more and stop. False: gave up after `timeout_ms`."""
+        return finishes_within(timeout_ms, self._provider.shutdown, "duplex-metric-close")

@@ -1,0 +1,44 @@
+"""The contract as others meet it: what it loads, its generated files, the verbs of the Makefile."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = ("yaml", "torch", "vllm", "redis", "msgspec", "numpy", "kopf", "kube_custom_resource")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_the_contract_loads_pydantic_and_nothing_else() -> None:
+    code = (
+        "import sys, duplex_api.crd, duplex_api.pool, duplex_api.resolve, duplex_api.session;"
+        f"print(sorted(set({FOREIGN!r}) & set(sys.modules)))"
+    )
+    assert run(sys.executable, "-c", code).stdout == "[]\n"
+
+
+def test_the_generated_files_are_in_sync() -> None:
+    done = run(sys.executable, "-m", "scripts.generate_crds", "--check")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["cluster-up", "cluster-down", "demo-cluster"])
+def test_verbs_that_are_not_there_yet_say_so(verb: str) -> None:
+    done = run("make", verb)
+    assert done.returncode != 0
+    assert "not there yet" in done.stderr
+
+
+def test_help_names_every_verb() -> None:
+    done = run("make", "help")
+    for verb in ("demo", "test", "check", "bench", "cluster-up", "demo-cluster", "generate"):
+        assert f"make {verb} " in done.stdout
