@@ -38,16 +38,16 @@ ADA, BEN, CLEO = "en-gb+f3", "en-us+m3", "en-gb-scotland+f5"
 LENGTH_S = 74
 SCRIPT = (
     Line(1.2, ADA, 150, "Hello there. Can you hear me well? I am calling from the garden."),
-    Line(8.3, BEN, 155, "Good morning. What time does the next train to the sea leave?"),
-    Line(15.4, ADA, 150, "Please tell me a short story about a small boat on a wide river."),
-    Line(22.4, CLEO, 145, "And did the small boat ever get home again?"),
+    Line(8.35, BEN, 155, "Good morning. What time does the next train to the sea leave?"),
+    Line(15.3, ADA, 150, "Please tell me a short story about a small boat on a wide river."),
+    Line(22.35, CLEO, 145, "And did the small boat ever get home again?"),
     Line(28.1, BEN, 160, "Is it going to rain this afternoon, or can I leave my coat here?"),
-    Line(35.0, ADA, 150, "How many apples are left in the basket on the table?"),
-    Line(41.1, CLEO, 150, "Wait, I think somebody is at the door. Let me look who it is."),
+    Line(35.25, ADA, 150, "How many apples are left in the basket on the table?"),
+    Line(41.05, CLEO, 150, "Wait, I think somebody is at the door. Let me look who it is."),
     Line(48.0, CLEO, 145, "It was only the neighbour. Where were we?"),
-    Line(53.3, BEN, 155, "What was the name of the song that we heard last night?"),
-    Line(60.0, CLEO, 150, "I would like two rolls and a cup of tea, please."),
-    Line(66.2, ADA, 150, "Thank you, that was all for today. Good night, and sleep well."),
+    Line(53.45, BEN, 155, "What was the name of the song that we heard last night?"),
+    Line(60.05, CLEO, 150, "I would like two rolls and a cup of tea, please."),
+    Line(66.0, ADA, 150, "Thank you, that was all for today. Good night, and sleep well."),
 )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
@@ -147,7 +148,9 @@ class Sidecar:
 
 def load_served_model(settings: SidecarSettings) -> ServedModel:
     """Raises CheckpointError before any process is started."""
-    return load_model(settings.checkpoint, settings.max_model_tokens, settings.max_talker_tokens)
+    return load_model(
+        Path(settings.checkpoint), settings.max_model_tokens, settings.max_talker_tokens
+    )
 
 
 def create_app(settings: SidecarSettings) -> FastAPI:

@@ -10,13 +10,14 @@ from duplex_sidecar.stages.engine.settings import Device
 
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that the sidecar needs to know. Secrets are read from files, never logged."""
+    """Everything that the sidecar needs to know. Paths are absolute. Never logged: it holds the admin
+    token, and so may the ledger's URL."""
 
-    checkpoint: Path
+    checkpoint: str
     redis_url: str
-    runtime_dir: Path
+    runtime_dir: str
     """Sockets, stage logs, engine views, the hand-off ring. Private to this process."""
-    cache_dir: Path
+    cache_dir: str
     """Caches that survive a restart (vLLM's model information). Shared between replicas."""
     host: str = "127.0.0.1"
     port: int = 8765
@@ -43,6 +44,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How long input is held while the ledger cannot be reached, before it is refused."""
 
     def __post_init__(self) -> None:
+        for name in ("checkpoint", "runtime_dir", "cache_dir"):
+            if not Path(getattr(self, name)).is_absolute():
+                raise ValueError(f"{name} must be an absolute path")
         for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -29,6 +29,9 @@ from duplex_sidecar.stages.supervisor import RestartPolicy, StageReport, StageSp
 
 HIDDEN = 256
 
+# The references share the cores with the stages: a second thread would only wait.
+torch.set_num_threads(1)
+
 
 def make_engine_checkpoint(folder: Path) -> CheckpointConfig:
     """Thinker and Talker of the tiny checkpoint with seeded random weights, without the rest."""
@@ -161,7 +164,7 @@ class TalkerReference:
         """[n], [n, llm_dim] -> [n + 1, size]"""
         weights, prefix = self._w, "projector_semantic.linear"
         inner = functional.linear(
-            torch.from_numpy(hidden), weights[f"{prefix}1.weight"], weights[f"{prefix}1.bias"]
+            torch.tensor(hidden), weights[f"{prefix}1.weight"], weights[f"{prefix}1.bias"]
         )
         outer = functional.linear(
             functional.relu(inner), weights[f"{prefix}2.weight"], weights[f"{prefix}2.bias"]

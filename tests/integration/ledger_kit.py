@@ -177,6 +177,7 @@ class LossyProxy:
         self._path = folder / "p.sock"
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self.lose_replies = 0
         self.hang = False
         self.lost = 0
@@ -194,8 +195,8 @@ class LossyProxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
+        for writer in self._writers:
+            writer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -205,6 +206,7 @@ class LossyProxy:
         upstream_reader, upstream_writer = await asyncio.open_unix_connection(
             self._upstream.removeprefix("unix://")
         )
+        self._writers |= {writer, upstream_writer}
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._requests(reader, upstream_writer))
@@ -222,7 +224,7 @@ class LossyProxy:
             await self.open_gate.wait()
             sink.write(data)
             await sink.drain()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         raise ConnectionResetError("client has gone")
 
     async def _replies(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

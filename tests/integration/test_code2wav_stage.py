@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,8 +23,8 @@ from duplex_sidecar.checkpoint.weights import flow_tensor, hift_tensor
 from duplex_sidecar.stages.code2wav.client import Code2WavClient
 from duplex_sidecar.stages.code2wav.config import Code2WavSettings
 from duplex_sidecar.stages.engine.settings import Device
-from duplex_sidecar.stages.environment import stage_environment
 from duplex_sidecar.stages.envelope import WaveClose, WaveFeed, WaveOpen
+from duplex_sidecar.stages.environment import stage_environment
 from duplex_sidecar.stages.errors import StageError, StageFault
 from duplex_sidecar.stages.link import StageLink
 from duplex_sidecar.stages.process_main import EXIT_FAILED
@@ -68,15 +70,29 @@ def stage_spec(folder: Path, checkpoint: Path, **changes: object) -> StageSpec:
     return StageSpec(STAGE, argv, socket, folder / "log", environment)
 
 
+@dataclass
+class Served:
+    """The stage under a supervisor. `ready` is set each time that it became ready."""
+
+    client: Code2WavClient
+    limits: Mapping[str, int]
+    ready: asyncio.Event
+
+
 @asynccontextmanager
-async def serving(spec: StageSpec) -> AsyncIterator[tuple[Supervisor, list[StageReport]]]:
-    reports: list[StageReport] = []
-    supervisor = Supervisor(
-        [spec], reports.append, RestartPolicy(max_failed_starts=1, first_backoff_s=0.05)
-    )
+async def serving(spec: StageSpec) -> AsyncIterator[Served]:
+    ready = asyncio.Event()
+
+    def on_report(report: StageReport) -> None:
+        if report.state is StageState.READY:
+            ready.set()
+
+    policy = RestartPolicy(max_failed_starts=1, first_backoff_s=0.05)
+    supervisor = Supervisor([spec], on_report, policy)
     await supervisor.start()
     try:
-        yield supervisor, reports
+        client = Code2WavClient(supervisor.link(STAGE))
+        yield Served(client, supervisor.report(STAGE).limits, ready)
     finally:
         await supervisor.stop()
 
@@ -122,9 +138,9 @@ def close_to(one: list[bytes], other: list[bytes]) -> bool:
 
 
 async def test_sessions_side_by_side_sound_as_alone(tmp_path: Path, checkpoint: Path) -> None:
-    async with serving(stage_spec(tmp_path, checkpoint)) as (supervisor, reports):
-        client = Code2WavClient(supervisor.link(STAGE))
-        assert reports[-1].limits["look_ahead_codes"] == 3
+    async with serving(stage_spec(tmp_path, checkpoint)) as stage:
+        client = stage.client
+        assert stage.limits["look_ahead_codes"] == 3
         roles = [("a", "default", 3), ("b", "low", 4), ("c", "default", 5)]
         alone = [await speak(client, *role) for role in roles]
         for sounds in alone:
@@ -142,8 +158,8 @@ async def test_sessions_side_by_side_sound_as_alone(tmp_path: Path, checkpoint: 
 async def test_chunks_may_be_sent_ahead_and_keep_their_order(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    async with serving(stage_spec(tmp_path, checkpoint)) as (supervisor, _):
-        client = Code2WavClient(supervisor.link(STAGE))
+    async with serving(stage_spec(tmp_path, checkpoint)) as stage:
+        client = stage.client
         alone = await speak(client, "a", "default", 3)
         opening = asyncio.create_task(client.open(WaveOpen("a", 1, "default")))
         feeds = [asyncio.create_task(client.feed(feed)) for feed in turn("a", 1, 3)]
@@ -156,8 +172,8 @@ async def test_chunks_may_be_sent_ahead_and_keep_their_order(
 async def test_violations_and_bad_input_are_one_sessions_matter(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    async with serving(stage_spec(tmp_path, checkpoint)) as (supervisor, _):
-        client = Code2WavClient(supervisor.link(STAGE))
+    async with serving(stage_spec(tmp_path, checkpoint)) as stage:
+        client = stage.client
         alone = await speak(client, "good", "default", 3)
         await client.open(WaveOpen("good", 0, "default"))
         await client.open(WaveOpen("bad", 0, "low"))
@@ -185,21 +201,17 @@ async def test_violations_and_bad_input_are_one_sessions_matter(
 async def test_a_killed_process_comes_back_and_the_epoch_is_made_again(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    async with serving(stage_spec(tmp_path, checkpoint)) as (supervisor, reports):
-        link = supervisor.link(STAGE)
-        client = Code2WavClient(link)
+    async with serving(stage_spec(tmp_path, checkpoint)) as stage:
+        client = stage.client
         alone = await speak(client, "a", "default", 3)
         await client.open(WaveOpen("a", 0, "default"))
         feeds = turn("a", 0, 3)
         heard = [(await client.feed(feed)).pcm_s16le for feed in feeds[:2]]
+        stage.ready.clear()
         os.kill(process_of(tmp_path), signal.SIGKILL)
-        with pytest.raises(StageError) as caught:
-            while True:
-                await client.health()
-        assert caught.value.fault is StageFault.GONE
+        assert (await first_fault(client)).fault is StageFault.GONE
         async with asyncio.timeout(60):
-            while not (link.connected and reports[-1].state is StageState.READY):
-                await asyncio.sleep(0.05)
+            await stage.ready.wait()
         assert client.generation == 2
         with pytest.raises(StageError) as caught:
             await client.feed(feeds[2])
@@ -209,6 +221,15 @@ async def test_a_killed_process_comes_back_and_the_epoch_is_made_again(
         again = [(await client.feed(feed)).pcm_s16le for feed in turn("a", 1, 3)]
         assert again[:2] == heard == alone[:2]
         assert again == alone
+
+
+async def first_fault(client: Code2WavClient) -> StageError:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await client.health()
+            except StageError as error:
+                return error
 
 
 def process_of(folder: Path) -> int:
@@ -258,11 +279,7 @@ async def test_a_wrong_checkpoint_is_told_at_start(
     tmp_path: Path, checkpoint: Path, damage, told: str
 ) -> None:
     copy = tmp_path / "copy"
-    for file in checkpoint.rglob("*"):
-        if file.is_file():
-            target = copy / file.relative_to(checkpoint)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.read_bytes())
+    shutil.copytree(checkpoint, copy)
     damage(copy)
     with pytest.raises(StageStartError) as caught:
         async with serving(stage_spec(tmp_path, copy)):
@@ -279,8 +296,10 @@ def drop_tensor(folder: Path) -> None:
 
 
 async def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
-    write_config(tiny_config(), tmp_path)
-    async with serving(stage_spec(tmp_path, tmp_path, load_format="dummy")) as (supervisor, _):
-        client = Code2WavClient(supervisor.link(STAGE))
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    write_config(tiny_config(), checkpoint)
+    async with serving(stage_spec(tmp_path, checkpoint, load_format="dummy")) as stage:
+        client = stage.client
         sounds = await speak(client, "a", "any", 3)
         assert [len(sound) // 2 for sound in sounds] == TURN_SAMPLES

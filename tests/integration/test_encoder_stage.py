@@ -131,12 +131,12 @@ async def connect(link: StageLink, process: subprocess.Popen[bytes], socket: Pat
 @asynccontextmanager
 async def serving(
     folder: Path, checkpoint: Path, **changes: object
-) -> AsyncIterator[tuple[EncoderClient, subprocess.Popen[bytes]]]:
+) -> AsyncIterator[tuple[StageLink, subprocess.Popen[bytes]]]:
     process, socket = start(folder, write_settings(folder, checkpoint, **changes))
     link = StageLink("encoder")
     try:
         await connect(link, process, socket)
-        yield EncoderClient(link), process
+        yield link, process
     finally:
         await link.detach()
         finish(process)
@@ -156,7 +156,8 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
     vision = VisionEncoder(shape, modules.vpm, modules.resampler)
     pcm = noise_pcm(32, 1)
     frames = (photo(1280, 720), photo(640, 480))
-    async with serving(tmp_path, checkpoint) as (client, _):
+    async with serving(tmp_path, checkpoint) as (link, _):
+        client = EncoderClient(link)
         health = await client.health()
         assert health.stage == "encoder"
         assert health.limits["hidden_size"] == 256
@@ -200,7 +201,7 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
             StageFault.UNKNOWN_STREAM
         )
         with pytest.raises(StageError, match="not for the encoder"):
-            await client._link.call(ThinkerClose("x"), EncoderRows, 5.0)
+            await link.call(ThinkerClose("x"), EncoderRows, 5.0)
 
 
 async def restore(
@@ -215,7 +216,8 @@ async def restore(
 async def test_dummy_weights_in_bfloat16_need_only_the_config(tmp_path):
     write_config(tiny_config(), tmp_path)
     changes = {"load_format": "dummy", "element_type": ElementType.BFLOAT16, "max_batch": 2}
-    async with serving(tmp_path, tmp_path, **changes) as (client, _):
+    async with serving(tmp_path, tmp_path, **changes) as (link, _):
+        client = EncoderClient(link)
         for session in ("s", "t"):
             await client.open(EncoderOpen(session, 0))
         answers = await asyncio.gather(
@@ -265,7 +267,8 @@ async def test_a_killed_process_is_gone_and_the_next_one_restores(checkpoint, tm
 
 
 async def test_the_process_leaves_when_its_stdin_is_closed(checkpoint, tmp_path):
-    async with serving(tmp_path, checkpoint) as (client, process):
+    async with serving(tmp_path, checkpoint) as (link, process):
+        client = EncoderClient(link)
         await client.open(EncoderOpen("s", 0))
         assert process.stdin is not None
         process.stdin.close()

@@ -208,9 +208,14 @@ async def test_the_same_fence_with_another_nonce_is_a_stranger(
 ) -> None:
     """What a failover to a stale replica can make: two owners with one number."""
     writer = await Writer.create(ledger, session)
-    writer.lease = msgspec.structs.replace(writer.lease, nonce="f" * 32)
-    with pytest.raises(LeaseLost):
-        await writer.accept(1)
+    right = writer.lease
+    for wrong in (
+        msgspec.structs.replace(right, nonce="f" * 32),
+        msgspec.structs.replace(right, fence=right.fence + 1),
+    ):
+        writer.lease = wrong
+        with pytest.raises(LeaseLost):
+            await writer.accept(1)
 
 
 async def test_an_expired_lease_that_nobody_took_goes_on_with_its_fence(
@@ -298,6 +303,18 @@ async def test_after_a_server_change_only_the_recorded_owner_goes_on(
     await ledger.renew(writer.lease)
     with pytest.raises(LeaseHeld):
         await ledger.acquire(session, "replica-b")
+
+
+async def test_an_owner_confirmed_after_a_server_change_is_followed_without_settling(
+    ledger: Ledger, raw: Redis, session: str
+) -> None:
+    meta = session_keys(session).meta
+    writer = await Writer.create(ledger, session)
+    await raw.hset(meta, "era", "0" * 40)
+    await ledger.renew(writer.lease)
+    await raw.hset(meta, "until", "1")
+    lease = await ledger.acquire(session, "replica-b")
+    assert lease.fence == writer.lease.fence + 1
 
 
 async def test_after_settling_the_fence_steps_over_any_that_may_be_lost(

@@ -179,23 +179,21 @@ class Conversation:
     def check(self, rules: UnitRules, answer: ThinkerAnswer) -> None:
         """Equal tokens, and the hidden row of each token but the last."""
         reference, vocabulary = self.stage.reference, self.stage.vocabulary
-        rows = torch.cat([reference.embed(piece) for piece in self.pieces])
-        emitted: list[int] = []
-        sampled: list[int] = []
-        while not emitted or emitted[-1] not in vocabulary.terminators:
-            hidden, logits = reference.forward(torch.cat([rows, reference.embed(emitted)]))
-            choice = choose(logits[-1:], [UnitRow(rules, emitted, sampled)], vocabulary)
-            emitted.append(choice.emitted_ids[0])
-            sampled.append(choice.sampled_ids[0])
-            if len(emitted) == rules.token_limit:
-                break
-        assert answer.emitted_ids == tuple(emitted)
-        assert answer.sampled_ids == tuple(sampled)
-        assert answer.hidden.shape == (len(emitted) - 1, HIDDEN)
-        if len(emitted) > 1:
-            hidden, _ = reference.forward(torch.cat([rows, reference.embed(emitted[:-1])]))
-            expected = hidden[-(len(emitted) - 1) :].numpy()
-            np.testing.assert_allclose(array(answer.hidden), expected, atol=TOLERANCE)
+        emitted, sampled = answer.emitted_ids, answer.sampled_ids
+        fed = [*self.pieces, emitted[:-1]]
+        hidden, logits = reference.forward(torch.cat([reference.embed(piece) for piece in fed]))
+        steps = len(emitted)
+        for step, row in enumerate(logits[-steps:]):
+            so_far = UnitRow(rules, emitted[:step], sampled[:step])
+            choice = choose(row[None], [so_far], vocabulary)
+            assert (sampled[step], emitted[step]) == (
+                choice.sampled_ids[0],
+                choice.emitted_ids[0],
+            )
+        assert emitted[-1] in vocabulary.terminators
+        assert not vocabulary.terminators.intersection(emitted[:-1])
+        expected = hidden[len(hidden) - steps + 1 :].numpy()
+        np.testing.assert_allclose(array(answer.hidden), expected, atol=TOLERANCE)
 
 
 def _part(piece: Piece) -> ThinkerPart:
@@ -366,7 +364,7 @@ async def test_a_second_feed_under_way_is_refused(stage: Stage) -> None:
     talk = Conversation(stage, "twice")
     talk.hear(60)
     request = talk.request(talk.rules())
-    first = asyncio.create_task(talk.answer())
+    first = asyncio.create_task(talk.answer((*range(40, 59), stage.vocabulary.chunk_eos)))
     await asyncio.sleep(0)
     again = msgspec.structs.replace(request, opens=False, unit=1)
     with pytest.raises(StageError, match="another feed") as caught:
@@ -402,7 +400,7 @@ async def test_closing_under_way_leaves_neither_seat_nor_blocks(stage: Stage) ->
     stream is ended with care; it would hold a seat for ever."""
     chance = random.Random(7)
     faults: set[StageFault] = set()
-    for number in range(200):
+    for number in range(300):
         talk = Conversation(stage, f"cut-{number}")
         if chance.random() < 0.5:
             talk.hear(number)

@@ -46,7 +46,10 @@ from duplex_sidecar.stages.encoder.vision import VisionEncoder
 from duplex_sidecar.stages.encoder.weights import EncoderModules, build, used_shapes
 from duplex_sidecar.window.policy import WindowPolicy
 
+NOISY_UNITS = 60
+CONTEXT_UNITS = 50
 CAMERA_UNITS = 40
+"""Lengths of the dearer lessons; the others have `UNITS`."""
 PROBE_UNITS = 3
 ROOM_NOISE_RMS = 0.001
 OTHER_INSTRUCTIONS = "You are a friendly voice. Answer in a few short words."
@@ -96,7 +99,7 @@ def teach(pupil: Pupil, seed: int) -> FittedReadout:
     audio = _audio(modules, pupil)
     samples = read_recording(recording_path())
     heard = hear(audio, samples, UNITS)
-    noisy = hear(audio, with_noise(samples, ROOM_NOISE_RMS, seed), UNITS)
+    noisy = hear(audio, with_noise(samples, ROOM_NOISE_RMS, seed), NOISY_UNITS)
     reference = hear_reference(audio, pupil.voice.reference_16khz)
     frame = _frame(modules, pupil, seed)
 
@@ -127,7 +130,7 @@ def teach(pupil: Pupil, seed: int) -> FittedReadout:
 
     lessons = (
         Lesson(scene("off", WindowMode.OFF), heard),
-        Lesson(scene("off, noise", WindowMode.OFF, always_speech=True), noisy),
+        Lesson(scene("off, noise", WindowMode.OFF), noisy),
         Lesson(
             scene(
                 "off, voice",
@@ -138,7 +141,10 @@ def teach(pupil: Pupil, seed: int) -> FittedReadout:
             ),
             heard,
         ),
-        Lesson(scene("context, voice", WindowMode.CONTEXT, reference_rows=reference), heard),
+        Lesson(
+            scene("context, voice", WindowMode.CONTEXT, reference_rows=reference),
+            heard[:CONTEXT_UNITS],
+        ),
         Lesson(
             scene("basic, camera", WindowMode.BASIC, frame=frame, always_speech=True),
             heard[:CAMERA_UNITS],

@@ -34,7 +34,7 @@ OTHER_LOGIT = -6.0
 PREFERENCE_SPREAD = 1.0
 """Spread of the seeded preferences among allowed tokens: they depend on all of the context, so a
 reply differs from time to time, and a prompt that is not exactly right gives other words."""
-RIDGE = 30.0
+RIDGE = 10.0
 """Keeps the rows short: a long row would magnify rounding differences between kernels."""
 
 MAX_ATTEMPTS = 8
@@ -43,7 +43,7 @@ LEAST_LISTENS = 30
 LEAST_SPEAKS = 20
 LEAST_TURN_ENDS = 5
 MOST_UNITS_A_TURN = 6
-LEAST_GAP = 5e-4
+LEAST_GAP = 2e-4
 """Between the best and the second logit of any greedy choice: far above what fp32 kernels differ
 by, so that an engine takes the same tokens."""
 
@@ -211,5 +211,5 @@ def _preferences(
         rows = labels == state
         rest = hidden[rows] - hidden[rows].mean(0)
         scores = rest @ directions
-        result[rows] = scores / scores.std().clamp_min(1e-9)
+        result[rows] = (scores / scores.std().clamp_min(1e-9)).clamp(-2.0, 2.0)
     return result

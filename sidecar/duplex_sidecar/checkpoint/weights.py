@@ -26,6 +26,12 @@ CONVOLUTION_GAIN = 3.0
 POSITION_SCALE = 0.1
 """What is heard outweighs when: else a readout would have to learn each position by itself."""
 
+EMBEDDING_SPREAD = 0.5
+QUERY_GAIN = 2.0
+ATTENTION_GAIN = 2.0
+"""Attention that picks and counts: what stands in the context shows in every hidden state, so a
+prompt that is not exactly right gives other logits. With evenly spread attention it would not."""
+
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
@@ -66,9 +72,9 @@ def transformer_tensor(name: str, shape: Shape, config: CheckpointConfig, seed: 
     if kind in ("bias", "in_proj_bias"):
         return _BIAS_SPREAD * values
     if "norm" in leaf or leaf.startswith("ln_"):
-        return 1.0 + _NORM_SPREAD * values
+        return (QUERY_GAIN if leaf == "q_norm" else 1.0) * (1.0 + _NORM_SPREAD * values)
     if leaf.endswith(("embed_tokens", "emb_text")) or module.endswith("emb_code.0"):
-        return values
+        return EMBEDDING_SPREAD * values
     if kind == "original0":
         # Magnitudes of the weight-normed codec head.
         return 0.5 + values.abs().clamp_max(3.0) / 3.0
@@ -77,8 +83,15 @@ def transformer_tensor(name: str, shape: Shape, config: CheckpointConfig, seed: 
     fan_in = shape[0] if name == "resampler.proj" else math.prod(shape[1:])
     if name in ("apm.conv1.weight", "apm.conv2.weight"):
         values = CONVOLUTION_GAIN * values
-    depth = 2 * _layers(name, config) if leaf in ("o_proj", "down_proj", "out_proj", "fc2") else 1
-    return values / math.sqrt(fan_in * depth)
+    scale = 1.0
+    if leaf in ("o_proj", "down_proj", "out_proj", "fc2"):
+        scale = 1.0 / math.sqrt(2 * _layers(name, config))
+    if leaf == "o_proj":
+        scale *= ATTENTION_GAIN
+    if name == "audio_projection_layer.linear2.weight":
+        # Audio rows are as long as embedded tokens.
+        scale = EMBEDDING_SPREAD
+    return scale * values / math.sqrt(fan_in)
 
 
 def _layers(name: str, config: CheckpointConfig) -> int:

@@ -83,10 +83,11 @@ class LiveTable:
             self._live.update(self._picture())
             return
         if not self._header_printed:
-            self._console.print("  ".join(f"{name:>9}" for name, _ in _COLUMNS), highlight=False)
+            header = "  ".join(f"{name:>9}" for name, _ in _COLUMNS)
+            self._console.print(header, highlight=False, soft_wrap=True)
             self._header_printed = True
         line = row if isinstance(row, str) else "  ".join(f"{cell:>9}" for cell in row)
-        self._console.print(line, highlight=False, markup=False)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _picture(self) -> RenderableType:
         table = Table(box=None, pad_edge=False)

@@ -88,7 +88,8 @@ class UnitFramer:
         is_speech: bool | None = None,
         force_listen: bool = False,
     ) -> tuple[VadEvent, ...]:
-        """Take client samples and frames (which belong to the position of the first sample).
+        """Take client samples and frames (which belong to the position of the first sample; each
+        unit has the oldest group of frames that came before its last sample).
 
         is_speech and force_listen hold for these samples and so for every unit that has one of
         them. Returns where speech began or ended. Raises FramingError and then changes nothing.
@@ -270,9 +271,9 @@ class UnitFramer:
         vad = self._vad if self._vad_at_unit_end is None else self._vad_at_unit_end
         pcm = to_s16le(resample_window(self._buffer, rate_hz, UNIT_SAMPLES))
         is_speech, force_listen = self._unit_flags(end, vad)
-        # Frames that came with the right context are not this unit's: whoever goes on from `end`
-        # gets them again.
-        has_frames = self._groups and (final or self._groups[0].at_samples < end)
+        # Frames that came behind the unit's last sample are not its own, not even at a commit:
+        # whoever goes on from `end` gets them again.
+        has_frames = self._groups and self._groups[0].at_samples < end
         frames = self._groups.popleft().frames if has_frames else ()
         self._ready.append(
             ReadyUnit(

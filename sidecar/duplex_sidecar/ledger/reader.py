@@ -34,7 +34,7 @@ from duplex_sidecar.ledger.session_view import LoadedSession, Phase, SessionMeta
 
 MEDIA_BATCH_UNITS = 32
 EVENT_BATCH = 64
-READ_AGAIN = 3
+READ_AGAIN = 5
 
 
 class _Trimmed(Exception):

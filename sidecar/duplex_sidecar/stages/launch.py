@@ -30,7 +30,7 @@ def stage_settings(
     """Settings of each stage. Seats and slots agree by construction: every stage takes as many
     sessions as the sidecar admits, the engines the concurrent rebuilds on top."""
     load_format = LoadFormat.DUMMY if settings.load_dummy_weights else LoadFormat.AUTO
-    checkpoint = str(settings.checkpoint.absolute())
+    checkpoint = settings.checkpoint
 
     def engine(kind: type[_Engine], name: str, context_tokens: int, kv_bytes: int) -> _Engine:
         return kind(
@@ -40,8 +40,8 @@ def stage_settings(
             context_tokens=context_tokens,
             seats=settings.slots + settings.rebuild_seats,
             kv_bytes=kv_bytes,
-            runtime_dir=str(settings.runtime_dir.absolute() / name),
-            cache_dir=str(settings.cache_dir.absolute()),
+            runtime_dir=str(Path(settings.runtime_dir) / name),
+            cache_dir=settings.cache_dir,
             enforce_eager=settings.device is Device.CPU or not settings.cuda_graphs,
             load_format=load_format,
         )
@@ -74,14 +74,14 @@ def stage_specs(settings: SidecarSettings, element_type: ElementType) -> list[St
 
     Raises OSError when the folder cannot be written.
     """
-    environment = stage_environment(os.environ, settings.cache_dir.absolute())
+    environment = stage_environment(os.environ, Path(settings.cache_dir))
     specs: list[StageSpec] = []
     for stage, config in stage_settings(settings, element_type).items():
-        folder = settings.runtime_dir.absolute() / stage
+        folder = Path(settings.runtime_dir) / stage
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         config_file = folder / "config.json"
         config_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-        socket = _socket_path(settings.runtime_dir.absolute(), stage)
+        socket = _socket_path(Path(settings.runtime_dir), stage)
         argv = (
             sys.executable,
             "-m",

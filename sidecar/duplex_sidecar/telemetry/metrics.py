@@ -10,7 +10,7 @@ from typing import Final
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -39,24 +39,20 @@ class Metrics:
     def __init__(self, settings: TelemetrySettings) -> None:
         """Starts one background thread if there is an endpoint, none otherwise."""
         self._registry = CollectorRegistry()
-        readers: list[MetricReader] = [
-            PrometheusMetricReader(scope_info_enabled=False, registry=self._registry)
-        ]
-        url = settings.signal_url("v1/metrics")
-        if url is not None:
-            exporter = OTLPMetricExporter(endpoint=url, timeout=settings.export_timeout_ms / 1000)
-            readers.append(
-                PeriodicExportingMetricReader(
-                    exporter,
-                    export_interval_millis=settings.metric_interval_ms,
-                    export_timeout_millis=settings.export_timeout_ms,
-                )
-            )
+        self._exporting = _otlp_reader(settings)
+        prometheus = PrometheusMetricReader(scope_info_enabled=False, registry=self._registry)
+        readers: list[MetricReader] = [prometheus]
+        if self._exporting is not None:
+            readers.append(self._exporting)
         self._provider = MeterProvider(
-            metric_readers=readers, resource=resource_of(settings), shutdown_on_exit=False
+            metric_readers=readers,
+            resource=resource_of(settings),
+            # Spans are passed explicitly here, so an exemplar would never find one.
+            exemplar_filter=AlwaysOffExemplarFilter(),
+            shutdown_on_exit=False,
         )
         meter = self._provider.get_meter("duplex", settings.service_version)
-        self._units = meter.create_counter(names.METRIC_UNITS, "1", "Units by decision")
+        self._units = meter.create_counter(names.METRIC_UNITS, "{unit}", "Units by decision")
         self._unit_wall = meter.create_histogram(
             names.METRIC_UNIT_WALL,
             "ms",
@@ -70,10 +66,10 @@ class Metrics:
             explicit_bucket_boundaries_advisory=_PACE,
         )
         self._units_late = meter.create_counter(
-            names.METRIC_UNITS_LATE, "1", "Units slower than real time"
+            names.METRIC_UNITS_LATE, "{unit}", "Units slower than real time"
         )
         self._rebuilds = meter.create_counter(
-            names.METRIC_REBUILDS, "1", "Rebuilds of the Thinker's prompt by cause"
+            names.METRIC_REBUILDS, "{rebuild}", "Rebuilds of the Thinker's prompt by cause"
         )
         self._rebuild_time = meter.create_histogram(
             names.METRIC_REBUILD_TIME,
@@ -88,10 +84,10 @@ class Metrics:
             explicit_bucket_boundaries_advisory=_STAGE_MS,
         )
         self._stage_restarts = meter.create_counter(
-            names.METRIC_STAGE_RESTARTS, "1", "Restarts of a stage process"
+            names.METRIC_STAGE_RESTARTS, "{restart}", "Restarts of a stage process"
         )
         self._sessions_live = meter.create_gauge(
-            names.METRIC_SESSIONS_LIVE, "1", "Sessions that hold a slot"
+            names.METRIC_SESSIONS_LIVE, "{session}", "Sessions that hold a slot"
         )
         self._ledger_time = meter.create_histogram(
             names.METRIC_LEDGER_TIME,
@@ -100,10 +96,12 @@ class Metrics:
             explicit_bucket_boundaries_advisory=_LEDGER_MS,
         )
         self._epochs = meter.create_counter(
-            names.METRIC_STAGE2_EPOCHS, "1", "Stage-2 epochs by cause"
+            names.METRIC_STAGE2_EPOCHS, "{epoch}", "Stage-2 epochs by cause"
         )
         self._refused = meter.create_counter(
-            names.METRIC_ENVELOPES_REFUSED, "1", "Envelopes refused between stages by reason"
+            names.METRIC_ENVELOPES_REFUSED,
+            "{envelope}",
+            "Envelopes refused between stages by reason",
         )
         self._recent_in_time: deque[bool] = deque(maxlen=RECENT_UNITS)
         meter.create_observable_gauge(
@@ -162,8 +160,22 @@ class Metrics:
 
     def flush(self, timeout_ms: int) -> bool:
         """Export now. False: not taken in time. Blocks: call it in a thread from asyncio."""
-        return finishes_within(timeout_ms, self._provider.force_flush, "duplex-metric-flush")
+        if self._exporting is None:
+            return True
+        # Not the provider's flush: it would also push a second copy onto the Prometheus page.
+        return finishes_within(timeout_ms, self._exporting.force_flush, "duplex-metric-flush")
 
     def close(self, timeout_ms: int) -> bool:
         """Export once more and stop. False: gave up after `timeout_ms`."""
         return finishes_within(timeout_ms, self._provider.shutdown, "duplex-metric-close")
+
+
+def _otlp_reader(settings: TelemetrySettings) -> PeriodicExportingMetricReader | None:
+    url = settings.signal_url("v1/metrics")
+    if url is None:
+        return None
+    return PeriodicExportingMetricReader(
+        OTLPMetricExporter(endpoint=url, timeout=settings.export_timeout_ms / 1000),
+        export_interval_millis=settings.metric_interval_ms,
+        export_timeout_millis=settings.export_timeout_ms,
+    )

@@ -26,7 +26,7 @@ class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_spans: Annotated[int, msgspec.Meta(ge=64, le=65_536)] = 4_096
     batch_spans: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 512
     span_delay_ms: Milliseconds = 1_000
-    metric_interval_ms: Milliseconds = 10_000
+    metric_interval_ms: Milliseconds = 15_000
     export_timeout_ms: Milliseconds = 3_000
     segment_units: Annotated[int, msgspec.Meta(ge=1, le=86_400)] = 600
 

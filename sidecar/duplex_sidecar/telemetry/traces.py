@@ -16,6 +16,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
@@ -54,7 +55,10 @@ class Tracing:
         endpoint, none otherwise."""
         self.settings = settings
         self._provider = TracerProvider(
-            resource=resource_of(settings), span_limits=_LIMITS, shutdown_on_exit=False
+            resource=resource_of(settings),
+            sampler=ALWAYS_ON,
+            span_limits=_LIMITS,
+            shutdown_on_exit=False,
         )
         if processor is None:
             processor = _otlp_processor(settings)

@@ -48,6 +48,9 @@ def tensors_of(state: StreamState) -> list[torch.Tensor]:
     def visit(value: object) -> None:
         if isinstance(value, torch.Tensor):
             found.append(value)
+        elif isinstance(value, tuple):
+            for part in value:
+                visit(part)
         elif dataclasses.is_dataclass(value):
             for field in dataclasses.fields(value):
                 visit(getattr(value, field.name))

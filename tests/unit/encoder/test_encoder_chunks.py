@@ -41,6 +41,12 @@ def test_each_fault_has_its_name():
 
 @pytest.mark.parametrize(("positions", "chunks"), [(1500, 29), (103, 2), (102, 1), (50, 1)])
 def test_chunks_that_a_position_table_holds(positions, chunks):
-    """The k-th chunk is dropped for when 50 * k + 52 reaches the table; the rest always fits."""
     assert chunks_per_cache(positions) == chunks
+
+
+@given(positions=st.integers(50, 5_000))
+def test_a_full_cache_fits_the_table_and_one_chunk_more_would_reach_it(positions):
+    chunks = chunks_per_cache(positions)
     assert 50 * chunks <= positions
+    assert 50 * chunks + 52 >= positions
+    assert chunks == 1 or 50 * (chunks - 1) + 52 < positions

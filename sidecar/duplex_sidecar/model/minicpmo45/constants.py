@@ -18,10 +18,6 @@ AUDIO_POSITIONS_PER_CHUNK: Final = 10
 """Audio positions that the encoder gives for one chunk (one unit)."""
 FIRST_CHUNK_SAMPLES: Final = 16_560
 """Samples that the first chunk of a session consumes (1,035 ms); short input is left-padded."""
-MAX_APPEND_SAMPLES: Final = 2 * UNIT_SAMPLES
-"""Framing never admits more than two seconds at once."""
-OUTPUT_RATE_HZ: Final = 24_000
-"""Rate of the vocoder's samples."""
 
 # --- positions of one append --------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Classifier-free guidance runs as a pair in the batch: rows 0..B-1 see the condition, rows B..2B-1
 see zeros. The time of an ODE step is the same for every chunk, so what it contributes (the
-modulations of every block) is computed once.
+modulations of every block) is computed once. As in the conformer, attention runs stream by stream.
 """
 
 import math
@@ -18,15 +18,13 @@ from duplex_sidecar.stages.code2wav.layers import Weights, join_heads, split_hea
 _TIME_FEATURES = 256
 _TIME_SCALE = 1_000.0
 _NORM_EPSILON = 1e-6
-_CONV_TAIL = 2
-"""Steps that each of a block's two convolutions (width 3) keeps of its past."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorCache:
-    """What the estimator remembers of one stream.
+    """What the estimator remembers of one stream; 2 = the guided pair.
 
-    conv [steps, blocks, 2, 2D, 2]: tails of both convolutions, for the guided pair.
+    conv [steps, blocks, 2, 2, 2, D]: tails (2 frames) of a block's two convolutions.
     keys [steps, blocks, 2, heads, S, 2d]: keys and values, newest first, the public code's order.
     """
 
@@ -35,34 +33,16 @@ class EstimatorCache:
 
 
 @dataclass(frozen=True, slots=True)
-class EstimatorCaches:
-    """The same for a batch: pairs side by side as [2, B], keys padded at the old end.
-    mask [2B, 1, 1, S]: True = a real key; None when nothing is padded."""
+class StepCaches:
+    """One ODE step of a batch's caches, for `Estimator.velocity`.
 
-    conv: Tensor
-    keys: Tensor
-    mask: Tensor | None
-    lengths: tuple[int, ...]
+    keys: a tensor [blocks, 2, heads, T + S, 2d] a stream, old entries from T on; the first T are
+    written by the estimator. conv_old, conv_new [blocks, 2B, 2, 2, D]: tails before and after.
+    """
 
-
-def stack_caches(caches: Sequence[EstimatorCache]) -> EstimatorCaches:
-    """One batch out of the streams' caches (a single stream's are only viewed)."""
-    lengths = tuple(cache.keys.shape[4] for cache in caches)
-    if len(caches) == 1:
-        cache = caches[0]
-        return EstimatorCaches(cache.conv.unsqueeze(3), cache.keys.unsqueeze(3), None, lengths)
-    conv = torch.stack([cache.conv for cache in caches], 3)
-    longest = max(lengths)
-    if min(lengths) == longest:
-        keys = torch.stack([cache.keys for cache in caches], 3)
-        return EstimatorCaches(conv, keys, None, lengths)
-    steps, blocks, pair, heads, _, width = caches[0].keys.shape
-    keys = conv.new_zeros(steps, blocks, pair, len(caches), heads, longest, width)
-    mask = torch.zeros(len(caches), 1, 1, longest, dtype=torch.bool, device=keys.device)
-    for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
-        keys[:, :, :, row, :, :length] = cache.keys
-        mask[row, ..., :length] = True
-    return EstimatorCaches(conv, keys, mask.repeat(2, 1, 1, 1), lengths)
+    keys: Sequence[Tensor]
+    conv_old: Tensor
+    conv_new: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +64,12 @@ def _norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), eps=_NORM_EPSILON)
 
 
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return torch.addcmul(shift, _norm(x), 1 + scale)
+
+
 class _Block:
-    """Attention over the cache, then the causal convolution, then the feed-forward."""
+    """Attention over the cache, then two causal convolutions, then the feed-forward."""
 
     def __init__(self, weights: Weights) -> None:
         attention, conv = weights.under("attn"), weights.under("conv")
@@ -97,9 +81,10 @@ class _Block:
         self._projection = attention.linear("proj")
         self.head_size: int = attention["q_norm.weight"].shape[0]
         self.heads: int = attention["to_q.weight"].shape[0] // self.head_size
-        self._conv_1 = conv.conv("block.1")
+        self._conv_1 = conv.causal_conv("block.1")
         self._conv_norm = conv.norm("block.3")
-        self._conv_2 = conv.conv("block.6")
+        self._conv_2 = conv.causal_conv("block.6")
+        self.conv_tail: int = self._conv_1.width - 1
         self._wide = weights.linear("mlp.fc1")
         self._narrow = weights.linear("mlp.fc2")
         self._modulate = weights.linear("adaLN_modulation.1")
@@ -108,35 +93,38 @@ class _Block:
         return _Modulation(*self._modulate(time).chunk(9, -1))
 
     def __call__(
-        self,
-        x: Tensor,
-        modulation: _Modulation,
-        keys: Tensor,
-        new_frames: int,
-        mask: Tensor | None,
-        conv: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """x [2B, T, D]. keys [2B, h, T + S, 2d]: old entries from T on; the first T are written
-        here. conv [2B, 2D, 2] -> x, new conv tails."""
-        m = modulation
-        y = _norm(x) * (1 + m.attention_scale) + m.attention_shift
+        self, x: Tensor, m: _Modulation, keys: Sequence[Tensor], old: Tensor, new: Tensor
+    ) -> Tensor:
+        """x [2B, T, D], keys [2, h, T + S, 2d] a stream, conv tails `old` and `new` [2B, 2, 2, D]
+        (`keys`' first T entries and `new` are written) -> x."""
+        y = _modulated(x, m.attention_shift, m.attention_scale)
+        x = x + m.attention_gate * self._projection(self._attend(y, keys))
+        y = _modulated(x, m.conv_shift, m.conv_scale)
+        y = torch.cat([old[:, 0], y], 1)
+        new[:, 0] = y[:, -self.conv_tail :]
+        y = F.mish(self._conv_norm(self._conv_1(y)))
+        y = torch.cat([old[:, 1], y], 1)
+        new[:, 1] = y[:, -self.conv_tail :]
+        x = x + m.conv_gate * self._conv_2(y)
+        y = self._wide(_modulated(x, m.mlp_shift, m.mlp_scale))
+        return x + m.mlp_gate * self._narrow(F.gelu(y, approximate="tanh"))
+
+    def _attend(self, y: Tensor, keys: Sequence[Tensor]) -> Tensor:
+        """[2B, T, D] -> [2B, T, D]: each stream's pair over its own keys."""
+        streams, frames = len(keys), y.shape[1]
         query = self._query_norm(split_heads(self._query(y), self.heads))
-        new_keys = keys[:, :, :new_frames]
-        new_keys[..., : self.head_size] = self._key_norm(split_heads(self._key(y), self.heads))
-        new_keys[..., self.head_size :] = split_heads(self._value(y), self.heads)
-        key, value = keys.chunk(2, -1)
-        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + m.attention_gate * self._projection(join_heads(y))
-        y = (_norm(x) * (1 + m.conv_scale) + m.conv_shift).mT
-        before_1, before_2 = conv.split(y.shape[1], 1)
-        y = torch.cat([before_1, y], 2)
-        tail_1 = y[..., -_CONV_TAIL:]
-        y = F.mish(self._conv_norm(self._conv_1(y).mT)).mT
-        y = torch.cat([before_2, y], 2)
-        tails = torch.cat([tail_1, y[..., -_CONV_TAIL:]], 1)
-        x = x + m.conv_gate * self._conv_2(y).mT
-        y = self._wide(_norm(x) * (1 + m.mlp_scale) + m.mlp_shift)
-        return x + m.mlp_gate * self._narrow(F.gelu(y, approximate="tanh")), tails
+        key = self._key_norm(split_heads(self._key(y), self.heads))
+        value = split_heads(self._value(y), self.heads)
+        attended: list[Tensor] = []
+        for row, entries in enumerate(keys):
+            pair = slice(row, None, streams)
+            entries[:, :, :frames, : self.head_size] = key[pair]
+            entries[:, :, :frames, self.head_size :] = value[pair]
+            all_keys, all_values = entries.chunk(2, -1)
+            attended.append(F.scaled_dot_product_attention(query[pair], all_keys, all_values))
+        if streams == 1:
+            return join_heads(attended[0])
+        return join_heads(torch.stack(attended, 1).flatten(0, 1))
 
 
 class Estimator:
@@ -144,12 +132,10 @@ class Estimator:
 
     def __init__(self, weights: Weights, times: Sequence[float]) -> None:
         """`times`: the time of every ODE step, in order."""
-        self._blocks = [
-            _Block(weights.under(f"blocks.{i}")) for i in range(weights.count("blocks"))
-        ]
+        count = weights.count("blocks")
+        self._blocks = [_Block(weights.under(f"blocks.{index}")) for index in range(count)]
         self._input = weights.linear("in_proj")
         self._output = weights.linear("final_layer.linear")
-        self._size: int = self._input.weight.shape[0]
         self._steps = len(times)
         final = weights.linear("final_layer.adaLN_modulation.1")
         self._modulations: list[list[_Modulation]] = []
@@ -162,49 +148,26 @@ class Estimator:
 
     def blank(self) -> EstimatorCache:
         """The cache of a stream that has heard nothing."""
-        zeros = self._input.weight.new_zeros
+        zeros, size = self._input.weight.new_zeros, self._input.weight.shape[0]
         block, shape = self._blocks[0], (self._steps, len(self._blocks), 2)
         return EstimatorCache(
-            zeros(*shape, 2 * self._size, _CONV_TAIL),
+            zeros(*shape, 2, block.conv_tail, size),
             zeros(*shape, block.heads, 0, 2 * block.head_size),
         )
 
-    def velocity(
-        self,
-        step: int,
-        x: Tensor,
-        condition: Tensor,
-        caches: EstimatorCaches,
-        mask: Tensor | None,
-        keys_out: Tensor,
-        conv_out: Tensor,
-    ) -> Tensor:
-        """x [B, mel, T], condition [2B, 3 * mel, T] -> velocities [2B, mel, T] of `step`.
-
-        mask [2B, 1, 1, T + S] as in `caches`, the new frames included. keys_out [blocks, 2B, h,
-        T + S, 2d] and conv_out [blocks, 2B, 2D, 2] receive the caches.
-        """
-        frames = x.shape[2]
-        y = self._input(torch.cat([x.repeat(2, 1, 1), condition], 1).mT)
+    def velocity(self, step: int, x: Tensor, condition: Tensor, caches: StepCaches) -> Tensor:
+        """x [B, T, mel], condition [2B, T, 3 * mel] -> velocities [2B, T, mel] of `step`."""
+        y = self._input(torch.cat([x.repeat(2, 1, 1), condition], 2))
         for index, block in enumerate(self._blocks):
-            keys = keys_out[index]
-            keys[:, :, frames:] = caches.keys[step, index].flatten(0, 1)
-            y, tails = block(
+            y = block(
                 y,
                 self._modulations[step][index],
-                keys,
-                frames,
-                mask,
-                caches.conv[step, index].flatten(0, 1),
+                [keys[index] for keys in caches.keys],
+                caches.conv_old[index],
+                caches.conv_new[index],
             )
-            conv_out[index] = tails
         shift, scale = self._final[step]
-        return self._output(_norm(y) * (1 + scale) + shift).mT
-
-    def keys_shape(self, batch: int, entries: int) -> tuple[int, ...]:
-        """Shape of `velocity`'s keys_out."""
-        block = self._blocks[0]
-        return len(self._blocks), 2 * batch, block.heads, entries, 2 * block.head_size
+        return self._output(_modulated(y, shift, scale))
 
 
 def _embed_time(weights: Weights, time: float) -> Tensor:

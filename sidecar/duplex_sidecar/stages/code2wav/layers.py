@@ -41,6 +41,10 @@ class Weights:
     def norm(self, name: str, epsilon: float = 1e-5) -> "Norm":
         return Norm(self[f"{name}.weight"], self[f"{name}.bias"], epsilon)
 
+    def causal_conv(self, name: str) -> "CausalConv":
+        weight = self[f"{name}.weight"]
+        return CausalConv(weight.flatten(1).contiguous(), self.get(f"{name}.bias"), weight.shape[2])
+
     def conv(self, name: str, stride: int = 1, padding: int = 0, dilation: int = 1) -> "Conv":
         return Conv(self[f"{name}.weight"], self.get(f"{name}.bias"), stride, padding, dilation)
 
@@ -80,6 +84,22 @@ class Conv:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalConv:
+    """[B, T + width - 1, inputs] -> [B, T, outputs], time before channels.
+
+    A matrix product over windows instead of a convolution: what a row gives then does not depend
+    on the rows beside it (oneDNN's convolutions choose their algorithm by the batch).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.unfold(1, self.width, 1).flatten(2), self.weight, self.bias)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -29,7 +29,7 @@ FADE_SAMPLES = KEPT_FRAMES * FRAME_SAMPLES
 class StreamState:
     """All that a stream is. Lengths are 0 before the first chunk, then as given.
 
-    speaker [1, 192]. mel [1, 80, 8], source [1, 1, 3840], tail [1, 3840]: the end of the last
+    speaker [1, 80]. mel [1, 80, 8], source [1, 1, 3840], tail [1, 3840]: the end of the last
     chunk. codes: codes taken since the epoch began, re-sent ones not counted: with the feed's seed
     it names a chunk's noise.
     """
@@ -74,11 +74,11 @@ class Vocoder:
     def start(self, voice: Voice) -> StreamState:
         """The state in which every stream of `voice` begins."""
         codes = torch.from_numpy(voice.prompt_codes).to(self._device)[None]
-        mel = torch.from_numpy(voice.prompt_mel).to(self._device)[None].mT
-        speaker = torch.from_numpy(voice.speaker).to(self._device)[None]
+        mel = torch.from_numpy(voice.prompt_mel).to(self._device)[None]
+        speaker = self._flow.speaker(torch.from_numpy(voice.speaker).to(self._device)[None])
         # The prompt has no successor to look ahead to: the public code repeats its beginning.
         codes = torch.cat([codes, codes[:, :LOOK_AHEAD_CODES]], 1)
-        blank = self._flow.blank(prompt_frames=mel.shape[2])
+        blank = self._flow.blank(prompt_frames=mel.shape[1])
         _, (cache,) = self._flow.advance(codes, speaker, [blank], last=False, prompt_mel=mel)
         zeros = mel.new_zeros
         return StreamState(
@@ -98,11 +98,10 @@ class Vocoder:
         speakers = torch.cat([state.speaker for state in states])
         mel, caches = self._flow.advance(codes, speakers, [s.flow for s in states], last)
         results: list[tuple[Tensor, StreamState] | None] = [None] * len(states)
-        # A stream's first chunk has no kept frames: the vocoder's batch is one per mel length.
-        for rows in _by_kept_frames(states):
+        for rows in self._vocoder_batches(states):
             sounds = self._vocode(
                 [states[row] for row in rows],
-                torch.stack([mel[row] for row in rows]),
+                torch.stack([mel[row].mT for row in rows]),
                 [noise_seed(chunks[row].seed, states[row].codes) for row in rows],
             )
             for row, (sound, source, frames) in zip(rows, sounds, strict=True):
@@ -110,6 +109,17 @@ class Vocoder:
                     states[row], caches[row], chunks[row], sound, source, frames
                 )
         return [result for result in results if result is not None]
+
+    def _vocoder_batches(self, states: Sequence[StreamState]) -> list[list[int]]:
+        """Rows that go through the vocoder together: those of equal mel length (a first chunk has
+        no kept frames). On a CPU each alone: convolutions there round by the size of the batch,
+        which the harmonic source's phase multiplies to 3e-4, and batching them gains nothing."""
+        if self._device.type == "cpu":
+            return [[row] for row in range(len(states))]
+        groups: dict[int, list[int]] = {}
+        for row, state in enumerate(states):
+            groups.setdefault(state.mel.shape[2], []).append(row)
+        return list(groups.values())
 
     def _vocode(
         self, states: Sequence[StreamState], mel: Tensor, seeds: Sequence[int]
@@ -126,13 +136,6 @@ class Vocoder:
             (samples[row : row + 1], source[row : row + 1], frames[row : row + 1])
             for row in range(len(states))
         ]
-
-
-def _by_kept_frames(states: Sequence[StreamState]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for row, state in enumerate(states):
-        groups.setdefault(state.mel.shape[2], []).append(row)
-    return list(groups.values())
 
 
 def _check_chunks(chunks: Sequence[Chunk]) -> None:

@@ -94,10 +94,7 @@ class AudioTower(nn.Module):
             shape.audio_layers,
             2,
             shape.audio_heads,
-            min(
-                shape.audio_positions,
-                chunks_per_cache(shape.audio_positions) * CNN_FRAMES_PER_CHUNK,
-            ),
+            chunks_per_cache(shape.audio_positions) * CNN_FRAMES_PER_CHUNK,
             size // shape.audio_heads,
         )
 

@@ -12,6 +12,7 @@ AUDIO_POOL_STEP = 5
 """CNN frames (20 ms each) averaged into one audio row (contract section G)."""
 
 _CHUNK_POSITIONS = 50
+"""Rows of the position table that one chunk takes."""
 
 
 class EncoderShape(msgspec.Struct, frozen=True):

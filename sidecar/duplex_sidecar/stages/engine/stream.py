@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 _END_TIMEOUT_S = 10.0
-_ABORT_INTERVAL_S = 0.05
+_ABORT_INTERVAL_S = 0.02
 
 
 def unit_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> SamplingParams:

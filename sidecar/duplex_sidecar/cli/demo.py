@@ -1,0 +1,317 @@
+"""`duplex demo`: the main job on one machine, with a kill in the middle.
+
+Makes the tiny checkpoint once, starts a Valkey and a sidecar, opens the session of
+`examples/session.yaml`, talks to it over the `openai` SDK with the shipped recording, kills the
+sidecar's whole process tree at unit 30, starts another on the same Valkey, and talks on.
+"""
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+import time
+import wave
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+from rich.console import Console
+
+from duplex_api.manifest import ManifestError, load_manifest
+from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.client.conversation import (
+    OUTPUT_RATE_HZ,
+    Conversation,
+    ConversationFailed,
+    Talk,
+    lay_out_replies,
+)
+from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarFailed
+from duplex_sidecar.client.media import MediaError, read_frames, read_speech
+from duplex_sidecar.client.table import LiveTable
+from duplex_sidecar.client.timeline import draw_timeline
+from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
+from duplex_sidecar.ledger.export import export_lines
+from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.telemetry.otlp_sink import OtlpSink
+
+LEAST_SPEECH_S = 60
+OUTPUT_FILES = ("reply.wav", "timeline.png", "spans.jsonl", "ledger.jsonl")
+
+
+@dataclass
+class _Stage:
+    """The demo's places and what it has started."""
+
+    out: Path
+    work: Path
+    console: Console
+    valkey: EmbeddedValkey
+    sink: OtlpSink
+    checkpoint: Path
+    sidecar: LocalSidecar | None = None
+
+    def new_sidecar(self, name: str) -> LocalSidecar:
+        self.sidecar = LocalSidecar.prepare(
+            self.work / name,
+            checkpoint=str(self.checkpoint.absolute()),
+            redis_url=self.valkey.url,
+            cache_dir=str(default_cache_dir().absolute()),
+            replica=name,
+            otlp_endpoint=self.sink.endpoint,
+        )
+        return self.sidecar
+
+
+def demo(
+    *,
+    out: Path = Path("demo-out"),
+    kill_at: int = 30,
+    speed: float = 1.0,
+    camera: bool = False,
+    examples: Path | None = None,
+) -> int:
+    """A whole conversation on this machine, with a kill in the middle of it.
+
+    Parameters
+    ----------
+    out
+        Folder for reply.wav, timeline.png, spans.jsonl and ledger.jsonl.
+    kill_at
+        Unit after which the sidecar's process tree is killed; 0 kills nothing.
+    speed
+        How many times faster than real time the recording is sent.
+    camera
+        Use the example with camera frames.
+    examples
+        Folder of the examples. Default: the project's.
+    """
+    console = Console()
+    started = time.monotonic()
+    folder = examples or find_examples()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return _demo(console, out, folder, kill_at, speed, camera, started)
+    except ManifestError as error:
+        return _complain(console, f"the example is not a valid DuplexSession:\n{error}")
+    except (CheckpointError, EmbeddedError, MediaError, SidecarFailed) as error:
+        return _complain(console, str(error))
+    except (ApiError, ConversationFailed) as error:
+        return _complain(console, str(error))
+    except OSError as error:
+        return _complain(console, f"{error.filename or out}: {error.strerror or error}")
+
+
+def find_examples() -> Path:
+    """The project's examples: beside the sources, or here."""
+    source = Path(str(resources.files("duplex_sidecar"))).parents[1] / "examples"
+    return source if source.is_dir() else Path("examples")
+
+
+def _complain(console: Console, text: str) -> int:
+    console.print(f"duplex demo: {text}", style="red", markup=False)
+    return 1
+
+
+def _demo(
+    console: Console,
+    out: Path,
+    examples: Path,
+    kill_at: int,
+    speed: float,
+    camera: bool,
+    started: float,
+) -> int:
+    manifest = (examples / ("session-camera.yaml" if camera else "session.yaml")).read_text()
+    load_manifest(manifest)  # refused here, with its paths, before anything is started
+    speech = read_speech(examples / "audio" / "conversation.flac")
+    frames = read_frames(examples / "video" / "camera.mp4") if camera else None
+    checkpoint = default_checkpoint()
+    _make_checkpoint(console, checkpoint)
+    work = _short_work_folder()
+    for name in OUTPUT_FILES:
+        (out / name).unlink(missing_ok=True)
+    valkey = EmbeddedValkey(work / "ledger")
+    valkey.start()
+    try:
+        with OtlpSink(out / "spans.jsonl", None) as sink:
+            stage = _Stage(out, work, console, valkey, sink, checkpoint)
+            try:
+                return asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed, started))
+            finally:
+                if stage.sidecar is not None:
+                    stage.sidecar.stop()
+    finally:
+        valkey.stop()
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_checkpoint(console: Console, path: Path) -> None:
+    if path.exists():
+        return
+    from duplex_sidecar.checkpoint.tiny import make_tiny
+
+    with console.status("making the tiny checkpoint (once)"):
+        began = time.monotonic()
+        make_tiny(path)
+    console.print(f"checkpoint made in {time.monotonic() - began:.0f} s: {path}", highlight=False)
+
+
+def _short_work_folder() -> Path:
+    """Sockets lie below it, and their paths have a limit."""
+    return Path(tempfile.mkdtemp(prefix="duplex-demo-"))
+
+
+async def _run(
+    stage: _Stage,
+    manifest: str,
+    speech: bytes,
+    frames: list[bytes] | None,
+    kill_at: int,
+    speed: float,
+    started: float,
+) -> int:
+    session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
+    first = stage.new_sidecar("sidecar-1")
+    await asyncio.to_thread(_start, stage.console, first)
+    await asyncio.to_thread(first.open_session, session, manifest, token)
+    events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    talk: Talk
+    with LiveTable(stage.console) as table:
+        conversation = Conversation(
+            first.realtime_url,
+            session,
+            token,
+            speech,
+            frames,
+            speed=speed,
+            on_event=events.put_nowait,
+        )
+        talking = asyncio.create_task(conversation.run())
+        watching = asyncio.create_task(_watch(stage, events, table, kill_at, first))
+        try:
+            talk = await talking
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            while not events.empty():
+                _show(events.get_nowait(), table)
+    sidecar = stage.sidecar
+    assert sidecar is not None
+    await asyncio.to_thread(sidecar.stop)
+    await _export_ledger(stage, session)
+    write_wave(stage.out / "reply.wav", lay_out_replies(talk.replies))
+    draw_timeline(stage.out / "timeline.png", talk, speech, kill_at or None)
+    return _summary(stage, talk, kill_at, time.monotonic() - started)
+
+
+async def _export_ledger(stage: _Stage, session: str) -> None:
+    reader = await LedgerReader.connect(stage.valkey.url)
+    try:
+        loaded = await reader.load(session)
+    finally:
+        await reader.close()
+    (stage.out / "ledger.jsonl").write_bytes(b"".join(export_lines(loaded)))
+
+
+def _start(console: Console, sidecar: LocalSidecar) -> None:
+    sidecar.start()
+    if console.is_terminal:
+        with console.status("starting") as status:
+            seconds = sidecar.wait_ready(lambda text: status.update(f"starting: {text}"))
+    else:
+        seconds = sidecar.wait_ready()
+    console.print(
+        f"{sidecar.settings.replica} ready in {seconds:.0f} s, {sidecar.base_url}/statusz",
+        highlight=False,
+    )
+
+
+async def _watch(
+    stage: _Stage,
+    events: "asyncio.Queue[dict[str, Any]]",
+    table: LiveTable,
+    kill_at: int,
+    first: LocalSidecar,
+) -> None:
+    while True:
+        event = await events.get()
+        _show(event, table)
+        if event["type"] == "duplex.unit" and kill_at and event["unit"] == kill_at:
+            await _kill_and_replace(stage, table, first)
+
+
+async def _kill_and_replace(stage: _Stage, table: LiveTable, first: LocalSidecar) -> None:
+    began = time.monotonic()
+    processes = len(first.tree())
+    await asyncio.to_thread(first.kill_tree)
+    table.note(f"killed {processes} processes of sidecar-1 (SIGKILL); starting sidecar-2")
+    second = stage.new_sidecar("sidecar-2")
+    # The address stays the same for the client, as a service's would.
+    second.settings = structs.replace(second.settings, port=first.settings.port)
+    second.start()
+    await asyncio.to_thread(second.wait_ready, table.status)
+    second.declare_dead(first.settings.replica)
+    table.note(f"sidecar-2 ready {time.monotonic() - began:.0f} s after the kill")
+
+
+def _show(event: dict[str, Any], table: LiveTable) -> None:
+    match event["type"]:
+        case "duplex.unit":
+            table.unit(event)
+        case "session.resumed":
+            facts = event["duplex"]
+            table.note(
+                f"resumed: next unit {facts['next_unit']}, input durable up to sample "
+                f"{facts['acknowledged_sample']}, last event {facts['last_sequence']}"
+            )
+        case "error":
+            table.note(f"error {event['error']['code']}: {event['error']['message']}")
+        case _:
+            pass
+
+
+def write_wave(path: Path, pcm_s16le: bytes) -> None:
+    """24 kHz mono."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(OUTPUT_RATE_HZ)
+        file.writeframes(pcm_s16le)
+
+
+def _summary(stage: _Stage, talk: Talk, kill_at: int, seconds: float) -> int:
+    numbers = [unit["unit"] for unit in talk.units]
+    contiguous = numbers == list(range(1, len(numbers) + 1))
+    spoken = sum(unit["decision"] == "speak" for unit in talk.units)
+    walls = sorted(unit["wall_ms"] for unit in talk.units)
+    rebuilds = [unit for unit in talk.units if unit["rebuild_cause"]]
+    epochs = sorted({unit["epoch"] for unit in talk.units if unit["stage2_sequence"] is not None})
+    audio_s = sum(unit["audio_samples"] for unit in talk.units) / OUTPUT_RATE_HZ
+    replicas = sorted({unit["replica"] for unit in talk.units})
+    resumed = len(talk.resumes) if kill_at else 0
+    ok = contiguous and (not kill_at or (resumed >= 1 and len(replicas) == 2))
+    stage.console.print(
+        f"\n{'OK' if ok else 'FAILED'}: {len(numbers)} units contiguous={contiguous}, "
+        f"{spoken} spoken in {len(talk.transcript)} turns ({audio_s:.1f} s of audio), "
+        f"{len(rebuilds)} rebuilds, {len(epochs)} epochs, p50 {walls[len(walls) // 2]:.0f} ms "
+        f"a unit, resumed {resumed}x on {' -> '.join(replicas)}, {seconds:.0f} s in all",
+        style="bold",
+        highlight=False,
+        markup=False,
+    )
+    out = stage.out
+    stage.console.print(
+        f"  listen     {out / 'reply.wav'}\n"
+        f"  look       {out / 'timeline.png'}\n"
+        f"  traces     grep -c duplex.window.rebuild {out / 'spans.jsonl'}\n"
+        f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
+        "  go on      duplex serve; duplex run -f examples/session.yaml --audio FILE\n"
+        "  check up   duplex doctor",
+        highlight=False,
+        markup=False,
+    )
+    return 0 if ok else 1

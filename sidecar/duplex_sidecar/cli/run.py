@@ -1,0 +1,125 @@
+"""`duplex run`: one conversation from a manifest and a recording, on a sidecar of its own."""
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from duplex_api.manifest import ManifestError, load_manifest
+from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.demo import write_wave
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.client.conversation import Conversation, ConversationFailed, lay_out_replies
+from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarFailed
+from duplex_sidecar.client.media import MediaError, read_frames, read_speech
+from duplex_sidecar.client.table import LiveTable
+from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
+
+
+def run(
+    *,
+    file: Annotated[Path, Parameter(name=["--file", "-f"])],
+    audio: Path,
+    video: Path | None = None,
+    speed: float = 1.0,
+    out: Path = Path("reply.wav"),
+    checkpoint: Path | None = None,
+    redis_url: str | None = None,
+) -> int:
+    """Open the session of a manifest on a sidecar of its own and stream a recording to it.
+
+    Parameters
+    ----------
+    file
+        DuplexSession manifest (-f).
+    audio
+        Recording: any audio file.
+    video
+        Clip whose first picture of each second is sent as a camera frame.
+    speed
+        How many times faster than real time the recording is sent.
+    out
+        Where the replies go (24 kHz WAV).
+    checkpoint
+        Checkpoint folder. Default: the tiny one, made if it is not there.
+    redis_url
+        Redis or Valkey. Default: an embedded one for this run.
+    """
+    console = Console()
+    try:
+        manifest = file.read_text()
+        load_manifest(manifest)
+        speech = read_speech(audio)
+        frames = read_frames(video) if video else None
+        path = checkpoint or default_checkpoint()
+        if checkpoint is None and not path.exists():
+            from duplex_sidecar.checkpoint.tiny import make_tiny
+
+            make_tiny(path)
+        return _run(console, manifest, speech, frames, speed, out, path, redis_url)
+    except ManifestError as error:
+        console.print(f"{file} is not a valid DuplexSession:\n{error}", style="red", markup=False)
+    except (CheckpointError, EmbeddedError, MediaError, SidecarFailed) as error:
+        console.print(str(error), style="red", markup=False)
+    except (ApiError, ConversationFailed) as error:
+        console.print(str(error), style="red", markup=False)
+    except OSError as error:
+        console.print(f"{error.filename}: {error.strerror or error}", style="red", markup=False)
+    return 1
+
+
+def _run(
+    console: Console,
+    manifest: str,
+    speech: bytes,
+    frames: list[bytes] | None,
+    speed: float,
+    out: Path,
+    checkpoint: Path,
+    redis_url: str | None,
+) -> int:
+    work = Path(tempfile.mkdtemp(prefix="duplex-run-"))
+    valkey = EmbeddedValkey(work / "ledger") if redis_url is None else None
+    sidecar: LocalSidecar | None = None
+    try:
+        if valkey is not None:
+            valkey.start()
+        sidecar = LocalSidecar.prepare(
+            work / "sidecar",
+            checkpoint=str(checkpoint.absolute()),
+            redis_url=redis_url or (valkey.url if valkey else ""),
+            cache_dir=str(default_cache_dir().absolute()),
+        )
+        sidecar.start()
+        with console.status("starting") as status:
+            sidecar.wait_ready(lambda text: status.update(f"starting: {text}"))
+        session, token = f"run-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
+        sidecar.open_session(session, manifest, token)
+        with LiveTable(console) as table:
+            talk = asyncio.run(
+                Conversation(
+                    sidecar.realtime_url,
+                    session,
+                    token,
+                    speech,
+                    frames,
+                    speed=speed,
+                    on_event=lambda event: (
+                        table.unit(event) if event["type"] == "duplex.unit" else None
+                    ),
+                ).run()
+            )
+        write_wave(out, lay_out_replies(talk.replies))
+        console.print(f"{len(talk.units)} units, replies in {out}", highlight=False)
+        return 0
+    finally:
+        if sidecar is not None:
+            sidecar.stop()
+        if valkey is not None:
+            valkey.stop()
+        shutil.rmtree(work, ignore_errors=True)

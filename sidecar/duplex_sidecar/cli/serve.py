@@ -1,0 +1,160 @@
+"""`duplex serve`: the stand-alone sidecar, without Kubernetes."""
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from duplex_sidecar.app import create_app
+from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
+from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
+from duplex_sidecar.settings import SidecarSettings
+from duplex_sidecar.stages.engine.settings import Device
+from duplex_sidecar.telemetry.logs import configure_logs
+
+EXIT_USAGE = 2
+EXIT_CHECKPOINT = 3
+EXIT_PORT_TAKEN = 4
+EXIT_LEDGER = 5
+WS_QUEUE_MESSAGES = 32
+GRACEFUL_SHUTDOWN_S = 10
+
+
+def serve(
+    checkpoint: Path | None = None,
+    *,
+    config: Path | None = None,
+    redis_url: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    device: Device = Device.CPU,
+    slots: int = 4,
+    otlp_endpoint: str | None = None,
+) -> int:
+    """Serve sessions on one machine. Prints the address and where the admin token lies.
+
+    Parameters
+    ----------
+    checkpoint
+        Checkpoint folder. Default: the tiny one (`duplex checkpoint make`).
+    config
+        JSON file with all settings; the other options are not looked at then.
+    redis_url
+        Redis or Valkey, for example redis://host:6379/0. Default: an embedded Valkey.
+    host
+        Address to listen on.
+    port
+        Port to listen on.
+    device
+        cpu or cuda.
+    slots
+        Live sessions at once.
+    otlp_endpoint
+        Base URL of an OTLP/HTTP collector.
+    """
+    try:
+        if config is not None:
+            settings = msgspec.json.decode(config.read_bytes(), type=SidecarSettings)
+        else:
+            settings = _settings(checkpoint, redis_url, host, port, device, slots, otlp_endpoint)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        return _complain(EXIT_USAGE, str(error))
+    except EmbeddedError as error:
+        return _complain(EXIT_LEDGER, f"{error}; name a server with --redis-url")
+    return run_sidecar(settings)
+
+
+def run_sidecar(settings: SidecarSettings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    configure_logs(settings.replica, "sidecar")
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return _complain(
+            EXIT_PORT_TAKEN, f"cannot listen on {settings.host}:{settings.port}: {reason}"
+        )
+    with listener:
+        try:
+            app = create_app(settings)
+        except CheckpointError as error:
+            return _complain(
+                EXIT_CHECKPOINT, f"{error}\nmake one with: duplex checkpoint make PATH"
+            )
+        except OSError as error:
+            return _complain(EXIT_USAGE, f"runtime folder: {error}")
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                ws_max_size=MAX_MESSAGE_BYTES + 1024,
+                ws_max_queue=WS_QUEUE_MESSAGES,
+                ws_per_message_deflate=False,
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+            )
+        )
+        server.run(sockets=[listener])
+    return 0
+
+
+def _settings(
+    checkpoint: Path | None,
+    redis_url: str | None,
+    host: str,
+    port: int,
+    device: Device,
+    slots: int,
+    otlp_endpoint: str | None,
+) -> SidecarSettings:
+    cache_dir = default_cache_dir()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if redis_url is None:
+        valkey = EmbeddedValkey(cache_dir / "ledger")
+        valkey.start()
+        redis_url = valkey.url
+    runtime_dir = Path(tempfile.mkdtemp(prefix="duplex-"))
+    token = secrets.token_urlsafe(32)
+    token_file = runtime_dir / "admin-token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(token)
+    print(f"http://{host}:{port}   admin token: {token_file}   ledger: {redis_url}", flush=True)
+    return SidecarSettings(
+        checkpoint=str((checkpoint or default_checkpoint()).absolute()),
+        redis_url=redis_url,
+        runtime_dir=str(runtime_dir),
+        cache_dir=str(cache_dir.absolute()),
+        host=host,
+        port=port,
+        device=device,
+        slots=slots,
+        admin_token=token,
+        otlp_endpoint=otlp_endpoint,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _complain(status: int, text: str) -> int:
+    print(f"duplex serve: {text}", file=sys.stderr)
+    return status

@@ -1,0 +1,190 @@
+"""A sidecar of one's own on this machine, as `duplex run`, the demo, tests and benches start it."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from duplex_sidecar.settings import SidecarSettings
+
+READY_TIMEOUT_S = 240.0
+_POLL_S = 0.2
+
+
+class SidecarFailed(Exception):
+    """The sidecar ended or did not become ready; the text holds the last lines that it wrote."""
+
+
+class ApiError(Exception):
+    """The admin API refused. `body` is its typed answer."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(f"{status}: {json.dumps(body)}")
+        self.status = status
+        self.body = body
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class LocalSidecar:
+    """One `duplex serve` process and its stage processes."""
+
+    settings: SidecarSettings
+    log: Path
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @classmethod
+    def prepare(cls, folder: Path, **settings: Any) -> "LocalSidecar":
+        """A sidecar below `folder` on a free port, with an admin token of its own."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        values: dict[str, Any] = {
+            "runtime_dir": str(folder.absolute()),
+            "port": free_port(),
+            "admin_token": secrets.token_urlsafe(32),
+        } | settings
+        return cls(SidecarSettings(**values), folder / "sidecar.log")
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.settings.host}:{self.settings.port}"
+
+    @property
+    def realtime_url(self) -> str:
+        """What the `openai` SDK takes as base URL."""
+        return f"{self.base_url}/v1"
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` waits for it."""
+        config = Path(self.settings.runtime_dir) / "sidecar.json"
+        config.touch(mode=0o600)
+        config.write_bytes(msgspec.json.encode(self.settings))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "duplex_sidecar.cli.main", "serve", "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_ready(
+        self,
+        on_progress: Callable[[str], None] = lambda text: None,
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> float:
+        """Seconds until ready. Raises SidecarFailed."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if self.process is None or self.process.poll() is not None:
+                raise SidecarFailed(f"the sidecar ended\n{self.log_tail()}")
+            ready, waiting_for = self.readiness()
+            if ready:
+                return time.monotonic() - started
+            on_progress(waiting_for)
+            time.sleep(_POLL_S)
+        raise SidecarFailed(f"not ready in {timeout_s:.0f} s\n{self.log_tail()}")
+
+    def readiness(self) -> tuple[bool, str]:
+        """(ready, what it waits for)."""
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/readyz", timeout=5) as answer:
+                return bool(json.load(answer)["ready"]), ""
+        except urllib.error.HTTPError as error:
+            return False, str(json.load(error).get("waiting_for") or "")
+        except (OSError, ValueError):
+            return False, "starting"
+
+    def open_session(self, session: str, manifest: str, token: str) -> dict[str, Any]:
+        """PUT a DuplexSession manifest. Raises ApiError."""
+        return self.admin("PUT", f"/sessions/{session}", {"manifest": manifest, "token": token})
+
+    def declare_dead(self, replica: str) -> None:
+        """Tell this sidecar that another replica's process has ended."""
+        self.admin("POST", "/dead-replicas", {"replica": replica})
+
+    def admin(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One call of the admin API. Raises ApiError."""
+        request = urllib.request.Request(
+            f"{self.base_url}/admin/v1{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={
+                "authorization": f"Bearer {self.settings.admin_token}",
+                "content-type": "application/json",
+            },
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise ApiError(error.code, json.load(error)) from None
+
+    def tree(self) -> list[psutil.Process]:
+        """The sidecar's process and everything below it."""
+        if self.process is None:
+            return []
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def stage_process(self, stage: str) -> psutil.Process | None:
+        """The process of one stage."""
+        wanted = f"duplex_sidecar.stages.{stage}.process"
+        for process in self.tree():
+            try:
+                if wanted in process.cmdline():
+                    return process
+            except psutil.Error:
+                continue
+        return None
+
+    def kill_tree(self) -> None:
+        """SIGKILL to every process of the tree, as a node's death would."""
+        tree = self.tree()
+        for process in tree:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        psutil.wait_procs(tree, timeout=10)
+        if self.process is not None:
+            self.process.wait(timeout=10)
+
+    def stop(self, timeout_s: float = 30.0) -> int | None:
+        """SIGTERM and wait; by force after the time. Returns the exit status."""
+        if self.process is None:
+            return None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                self.kill_tree()
+        return self.process.returncode
+
+    def log_tail(self, lines: int = 20) -> str:
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
