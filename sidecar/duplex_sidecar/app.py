@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
@@ -146,16 +145,9 @@ class Sidecar:
             log.info("stage %s", report.state, extra={"fields": fields})
 
 
-def load_served_model(settings: SidecarSettings) -> ServedModel:
-    """Raises CheckpointError before any process is started."""
-    return load_model(
-        Path(settings.checkpoint), settings.max_model_tokens, settings.max_talker_tokens
-    )
-
-
 def create_app(settings: SidecarSettings) -> FastAPI:
     """The HTTP application. Raises CheckpointError for a checkpoint that cannot be served."""
-    sidecar = Sidecar(settings, load_served_model(settings))
+    sidecar = Sidecar(settings, load_model(settings))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

@@ -10,8 +10,8 @@ from duplex_sidecar.stages.engine.settings import Device
 
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that the sidecar needs to know. Paths are absolute. Never logged: it holds the admin
-    token, and so may the ledger's URL."""
+    """Everything that the sidecar needs to know. Paths are absolute. Never logged: it holds the
+    admin token, and so may the ledger's URL."""
 
     checkpoint: str
     redis_url: str
@@ -33,9 +33,15 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_talker_tokens: int = 4096
     thinker_kv_bytes: int = 256 * 1024 * 1024
     talker_kv_bytes: int = 128 * 1024 * 1024
+    thinker_gpu_share: float = 0.5
+    talker_gpu_share: float = 0.15
+    """Shares of the device's memory that the two engines may claim; encoder and vocoder need the
+    rest."""
     cuda_graphs: bool = False
     load_dummy_weights: bool = False
     """Bench only: stages make up weights of the checkpoint's shape; only config.json is read."""
+    bench_script: tuple[tuple[int, ...], ...] = ()
+    """Bench only: token ids that the units emit in turn, instead of what is sampled."""
     admin_token: str = ""
     """Empty: the admin API answers 401 to everybody."""
     otlp_endpoint: str | None = None

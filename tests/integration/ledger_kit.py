@@ -175,6 +175,8 @@ class LossyProxy:
     def __init__(self, upstream: str, folder: Path) -> None:
         self._upstream = upstream
         self._path = folder / "p.sock"
+        self._vanished = 0
+        self.connections = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -199,10 +201,16 @@ class LossyProxy:
             writer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def vanish(self) -> None:
+        """Connections of now stay open and carry nothing any more; new ones work."""
+        self._vanished = self.connections
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self.connections += 1
+        number = self.connections
         upstream_reader, upstream_writer = await asyncio.open_unix_connection(
             self._upstream.removeprefix("unix://")
         )
@@ -210,7 +218,7 @@ class LossyProxy:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._requests(reader, upstream_writer))
-                group.create_task(self._replies(upstream_reader, writer))
+                group.create_task(self._replies(upstream_reader, writer, number))
         except* OSError:
             pass
         finally:
@@ -227,9 +235,13 @@ class LossyProxy:
         await asyncio.sleep(0.05)
         raise ConnectionResetError("client has gone")
 
-    async def _replies(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _replies(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, number: int
+    ) -> None:
         silent = False
         while data := await source.read(65_536):
+            if number <= self._vanished:
+                continue
             if self.lose_replies > 0:
                 self.lose_replies -= 1
                 self.lost += 1

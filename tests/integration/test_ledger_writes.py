@@ -396,6 +396,17 @@ async def test_writes_need_the_present_head(ledger: Ledger, raw: Redis, session:
     assert await everything(raw, session) == before
 
 
+async def test_a_commit_must_follow_the_last_note_too(ledger: Ledger, session: str) -> None:
+    writer = await Writer.create(ledger, session)
+    await writer.accept(1)
+    before = writer.head
+    redo = RedoDraft(seq=1, attempt=2, cause="engine_restart")
+    writer.head = await ledger.note(writer.lease, before, redo)
+    with pytest.raises(HeadMismatch):
+        await ledger.commit(writer.lease, before, commit_draft(1), state=b"", trim=Trim())
+    await writer.commit(1)
+
+
 async def test_notes_stand_where_they_may(ledger: Ledger, session: str) -> None:
     writer = await Writer.create(ledger, session)
     await writer.unit(1)

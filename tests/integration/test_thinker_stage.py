@@ -360,19 +360,6 @@ async def test_a_request_for_another_stage_is_refused(stage: Stage) -> None:
         await stage.link.call(feed, Done, 5.0)
 
 
-async def test_a_second_feed_under_way_is_refused(stage: Stage) -> None:
-    talk = Conversation(stage, "twice")
-    talk.hear(60)
-    request = talk.request(talk.rules())
-    first = asyncio.create_task(talk.answer((*range(40, 59), stage.vocabulary.chunk_eos)))
-    await asyncio.sleep(0)
-    again = msgspec.structs.replace(request, opens=False, unit=1)
-    with pytest.raises(StageError, match="another feed") as caught:
-        await stage.thinker.feed(again)
-    assert caught.value.fault is StageFault.REFUSED
-    await first
-
-
 async def test_seats_and_blocks_are_never_overcommitted(stage: Stage) -> None:
     talks = [Conversation(stage, f"seat-{i}") for i in range(SEATS + 1)]
     for i, talk in enumerate(talks[:SEATS]):

@@ -20,6 +20,7 @@ from duplex_api.resolve import UnknownPresetError
 from duplex_api.window import WindowConfigError
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 from duplex_sidecar.session.actor import SessionActor
+from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.registry import SessionRegistry
 
 MAX_MANIFEST_CHARACTERS = 256 * 1024
@@ -31,6 +32,9 @@ _HTTP_STATUS = {
     ErrorCode.NOT_READY: 503,
     ErrorCode.LEDGER_UNAVAILABLE: 503,
 }
+
+
+_MANIFEST_ERRORS = (ManifestError, WindowConfigError, UnknownPresetError, UnservedManifestError)
 
 
 class OpenSession(BaseModel):
@@ -130,13 +134,13 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": body}, _HTTP_STATUS.get(error.code, 400))
 
     async def bad_manifest(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ManifestError | WindowConfigError | UnknownPresetError)
+        assert isinstance(error, _MANIFEST_ERRORS)
         problems = [_problem(problem) for problem in error.problems]
         code = getattr(error, "code", "invalid_manifest")
         return JSONResponse({"error": {"code": code, "problems": problems}}, 422)
 
     app.add_exception_handler(ClientError, client_error)
-    for kind in (ManifestError, WindowConfigError, UnknownPresetError):
+    for kind in _MANIFEST_ERRORS:
         app.add_exception_handler(kind, bad_manifest)
 
 

@@ -267,7 +267,10 @@ def write_config(config: CheckpointConfig, folder: Path) -> None:
         "audio_config": {"model_type": "whisper", **msgspec.to_builtins(config.audio)},
         "audio_pool_step": config.audio_pool_step,
         "audio_chunk_length": 1.0,
-        "vision_config": {"model_type": "siglip_vision_model", **msgspec.to_builtins(config.vision)},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            **msgspec.to_builtins(config.vision),
+        },
         "drop_vision_last_layer": config.drop_vision_last_layer,
         "image_size": config.tile_pixels,
         "patch_size": config.vision.patch_size,

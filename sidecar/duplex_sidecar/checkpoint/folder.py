@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,8 @@ from duplex_sidecar.checkpoint.report import make_report
 
 RECIPE_NAME = "recipe.json"
 LOCK_TIMEOUT_S = 900.0
+FILE_MODE = 0o644
+"""The library writes files that only their owner may read; a sidecar may be another user."""
 _LOCK_POLL_S = 0.2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -56,9 +58,7 @@ def make_folder(folder: Path, recipe: Recipe, write: Callable[[Path], None]) -> 
                 return False
             _require_ours(folder)
             staging = Path(
-                tempfile.mkdtemp(
-                    prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent
-                )
+                tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent)
             )
             try:
                 write(staging)
@@ -82,6 +82,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise
         code = int(number[1])
         raise OSError(code, os.strerror(code), str(path)) from None
+    path.chmod(FILE_MODE)
 
 
 def write_state_dict(path: Path, state: Mapping[str, Tensor]) -> None:
@@ -110,7 +111,7 @@ def _require_ours(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _one_maker(parent: Path) -> Iterator[None]:
+def _one_maker(parent: Path) -> Generator[None]:
     """Holds the lock of a folder; a second maker waits for the first and finds its work done."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -132,7 +133,7 @@ def _one_maker(parent: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated(folder: Path) -> Iterator[None]:
+def _translated(folder: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from duplex_api.window import WindowMode
+from duplex_sidecar.checkpoint.behaviour import Behaviour
 from duplex_sidecar.checkpoint.config import CheckpointConfig
 from duplex_sidecar.checkpoint.layout import encoder_shape
 from duplex_sidecar.checkpoint.plain_thinker import PlainThinker
-from duplex_sidecar.checkpoint.readout import (
-    FIT_VERSION,
-    UNITS,
-    Behaviour,
-    Lesson,
-    fit_readout,
-)
+from duplex_sidecar.checkpoint.readout import FIT_VERSION, UNITS, Lesson, fit_readout
 from duplex_sidecar.checkpoint.recording import (
-    HeardUnit,
     hear,
     hear_reference,
     read_recording,
@@ -52,6 +46,8 @@ CAMERA_UNITS = 40
 """Lengths of the dearer lessons; the others have `UNITS`."""
 PROBE_UNITS = 3
 ROOM_NOISE_RMS = 0.001
+QUIET_DIVISOR = 6
+"""A speaker far from the microphone: 16 dB below the recording."""
 OTHER_INSTRUCTIONS = "You are a friendly voice. Answer in a few short words."
 
 _BASIC_HIGH_TOKENS = 1200
@@ -78,7 +74,7 @@ class Pupil:
 
 
 def fingerprint(pupil: Pupil, seed: int) -> str:
-    """Digest of everything that a fit depends on; the encoder's code enters by a few of its rows."""
+    """Digest of what a fit depends on; the encoder's code enters by a few of its rows."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{FIT_VERSION}:{WEIGHTS_VERSION}:{seed}:{torch.__version__}".encode())
     digest.update("\n".join(SENTENCES).encode())
@@ -100,6 +96,7 @@ def teach(pupil: Pupil, seed: int) -> FittedReadout:
     samples = read_recording(recording_path())
     heard = hear(audio, samples, UNITS)
     noisy = hear(audio, with_noise(samples, ROOM_NOISE_RMS, seed), NOISY_UNITS)
+    quiet = hear(audio, samples // QUIET_DIVISOR, NOISY_UNITS)
     reference = hear_reference(audio, pupil.voice.reference_16khz)
     frame = _frame(modules, pupil, seed)
 
@@ -131,6 +128,7 @@ def teach(pupil: Pupil, seed: int) -> FittedReadout:
     lessons = (
         Lesson(scene("off", WindowMode.OFF), heard),
         Lesson(scene("off, noise", WindowMode.OFF), noisy),
+        Lesson(scene("off, quiet", WindowMode.OFF), quiet),
         Lesson(
             scene(
                 "off, voice",

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-import msgspec
 import torch
 from torch import Tensor
 
+from duplex_sidecar.checkpoint.behaviour import Behaviour
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.plain_thinker import PlainThinker
 from duplex_sidecar.checkpoint.recording import HeardUnit
 from duplex_sidecar.checkpoint.rehearsal import Moment, RehearsedUnit, Scene, rehearse
 from duplex_sidecar.checkpoint.replies import Teacher
 from duplex_sidecar.checkpoint.weights import generator_of
-from duplex_sidecar.model.minicpmo45.decode import Decision, answer_facts
+from duplex_sidecar.model.minicpmo45.decode import MAX_UNIT_TOKENS, Decision, answer_facts
 from duplex_sidecar.model.minicpmo45.sampling import UnitRow, choose
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 
@@ -39,43 +39,7 @@ RIDGE = 10.0
 
 MAX_ATTEMPTS = 8
 UNITS = 120
-LEAST_LISTENS = 30
-LEAST_SPEAKS = 20
-LEAST_TURN_ENDS = 5
-MOST_UNITS_A_TURN = 6
-LEAST_GAP = 2e-4
-"""Between the best and the second logit of any greedy choice: far above what fp32 kernels differ
-by, so that an engine takes the same tokens."""
-
-
-class Behaviour(msgspec.Struct, frozen=True):
-    """What a free rehearsal did. longest_turn_units: consecutive units that speak. cut_units: units
-    that ended at the token cap. least_gap: see `LEAST_GAP`, None for sampled choices. agreement: share of units that listened
-    or spoke as taught."""
-
-    scene: str
-    units: int
-    listens: int
-    speaks: int
-    turn_ends: int
-    longest_turn_units: int
-    capped_units: int
-    least_gap: float | None
-    agreement: float
-    positions: int
-    rebuilds: int
-
-    @property
-    def good(self) -> bool:
-        """Whether a conversation of 120 units shows what it must."""
-        return (
-            self.listens >= LEAST_LISTENS
-            and self.speaks >= LEAST_SPEAKS
-            and self.turn_ends >= LEAST_TURN_ENDS
-            and self.longest_turn_units <= MOST_UNITS_A_TURN
-            and self.capped_units == 0
-            and (self.least_gap is None or self.least_gap >= LEAST_GAP)
-        )
+"""Length of a proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +140,7 @@ def _behaviour(proof: Lesson, units: Sequence[RehearsedUnit], least_gap: float |
         speaks=sum(speaks),
         turn_ends=sum(fact.turn_end for fact in facts),
         longest_turn_units=longest,
-        capped_units=sum(len(unit.emitted_ids) >= 20 for unit in units),
+        capped_units=sum(len(unit.emitted_ids) >= MAX_UNIT_TOKENS for unit in units),
         least_gap=least_gap,
         agreement=agree / len(units),
         positions=units[-1].positions,
@@ -196,9 +160,7 @@ def _solve(examples: _Examples, vocabulary_size: int, seed: str) -> Tensor:
     return torch.linalg.solve(gram, hidden.T @ wished).T.float().contiguous()
 
 
-def _preferences(
-    hidden: Tensor, states: Sequence[int], vocabulary_size: int, seed: str
-) -> Tensor:
+def _preferences(hidden: Tensor, states: Sequence[int], vocabulary_size: int, seed: str) -> Tensor:
     """[n, vocabulary]: a random direction per token, applied to what is left of the hidden state
     after the mean of its teacher's state is taken off; unit spread within each state."""
     generator = generator_of(f"preferences:{seed}", 0)

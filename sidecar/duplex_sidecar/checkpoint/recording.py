@@ -7,7 +7,6 @@ A synthetic conversation partner of three voices who pauses for answers; how it 
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import cast
 
 import av
 import numpy as np
@@ -42,7 +41,7 @@ class HeardUnit:
 
 def recording_path() -> Path:
     """The FLAC file in the package."""
-    return Path(str(resources.files(__package__) / "assets" / RECORDING_NAME))
+    return Path(str(resources.files("duplex_sidecar.checkpoint") / "assets" / RECORDING_NAME))
 
 
 def read_recording(path: Path) -> NDArray[np.int16]:
@@ -52,7 +51,7 @@ def read_recording(path: Path) -> NDArray[np.int16]:
         rate_hz = file.streams.audio[0].rate
     if rate_hz != INPUT_RATE_HZ:
         raise ValueError(f"{path} has {rate_hz} Hz, not {INPUT_RATE_HZ}")
-    return cast(NDArray[np.int16], np.concatenate(frames).astype(np.int16))
+    return np.concatenate(frames).astype(np.int16)
 
 
 def hear(encoder: AudioEncoder, samples: NDArray[np.int16], units: int) -> list[HeardUnit]:

@@ -17,7 +17,6 @@ from duplex_sidecar.model.minicpmo45.constants import UNIT_SAMPLES
 from duplex_sidecar.model.minicpmo45.context import MEDIA_LENGTHS, SessionContext, layout_ids_of
 from duplex_sidecar.model.minicpmo45.decode import (
     PolicyState,
-    SampledStep,
     Sampling,
     UnitRules,
     advance,
@@ -119,9 +118,7 @@ class _Conversation:
     def unit(self, seq: int) -> RehearsedUnit:
         scene = self._scene
         frames = () if scene.frame is None else (scene.frame[0],)
-        reservation = reserve_append(
-            seq, UNIT_SAMPLES, frames, scene.context.window.context_tokens
-        )
+        reservation = reserve_append(seq, UNIT_SAMPLES, frames, scene.context.window.context_tokens)
         completed = self._history[-1] if self._history else None
         append = WindowAppend(
             seq=seq,

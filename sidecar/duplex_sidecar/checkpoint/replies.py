@@ -2,12 +2,13 @@
 
 At the start of a unit it listens while somebody speaks and speaks when it is quiet. Then each token
 allows the ones that may follow it in a handful of sentences; a full stop ends the turn, a sentence
-without one goes on in the next unit. A turn that the user speaks into (the policy makes `tts_bos` of
-the wish to listen) ends at once.
+without one goes on in the next unit. A turn that the user speaks into ends at once (there the
+policy makes `tts_bos` of the wish to listen).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from duplex_sidecar.checkpoint.rehearsal import Moment
 from duplex_sidecar.checkpoint.tokenizer import DuplexTokenizer
@@ -64,7 +65,7 @@ def make_teacher(tokenizer: DuplexTokenizer, vocabulary: Vocabulary) -> Teacher:
     for sentence in SENTENCES:
         ids = tokenizer.encode(sentence)
         followers[vocabulary.speak].add(ids[0])
-        for id_, following in zip(ids, ids[1:], strict=False):
+        for id_, following in pairwise(ids):
             followers.setdefault(id_, set()).add(following)
         end = vocabulary.turn_eos if sentence.endswith(FULL_STOP) else vocabulary.chunk_eos
         followers.setdefault(ids[-1], set()).add(end)

@@ -126,9 +126,7 @@ def _check_weights(
     return sum(len(found) for found in by_file.values())
 
 
-def _weight_headers(
-    folder: Path, findings: list[Finding]
-) -> dict[str, dict[str, TensorHeader]]:
+def _weight_headers(folder: Path, findings: list[Finding]) -> dict[str, dict[str, TensorHeader]]:
     index_path = folder / INDEX_NAME
     if (folder / WEIGHTS_NAME).exists() or not index_path.exists():
         return {WEIGHTS_NAME: read_safetensors_header(folder / WEIGHTS_NAME)}

@@ -15,38 +15,18 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from duplex_sidecar.checkpoint.config import CheckpointConfig, write_config
-from duplex_sidecar.checkpoint.folder import (
-    Recipe,
-    make_folder,
-    write_state_dict,
-    write_tensors,
-)
-from duplex_sidecar.checkpoint.layout import (
-    FLOW_NAME,
-    HIFT_NAME,
-    TOKENIZER_NAME,
-    WEIGHTS_NAME,
-    weight_shapes,
-)
-from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
+from duplex_sidecar.checkpoint.behaviour import READOUT_NAME, Behaviour
+from duplex_sidecar.checkpoint.config import CheckpointConfig
+from duplex_sidecar.checkpoint.folder import Recipe, make_folder, write_tensors
+from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME, WEIGHTS_NAME, weight_shapes
 from duplex_sidecar.checkpoint.lessons import FittedReadout, Pupil, fingerprint, teach
+from duplex_sidecar.checkpoint.parts import write_parts
 from duplex_sidecar.checkpoint.presets import Shape, tiny_config
-from duplex_sidecar.checkpoint.readout import FIT_VERSION, Behaviour
+from duplex_sidecar.checkpoint.readout import FIT_VERSION
 from duplex_sidecar.checkpoint.recording import recording_path
 from duplex_sidecar.checkpoint.replies import SENTENCES
 from duplex_sidecar.checkpoint.tokenizer import parse_tokenizer, train_tokenizer, vocabulary_of
-from duplex_sidecar.checkpoint.voice import DEFAULT_VOICE, save_voice, seeded_voice
-from duplex_sidecar.checkpoint.voice_format import MAX_PROMPT_CODES
-from duplex_sidecar.checkpoint.weights import (
-    WEIGHTS_VERSION,
-    flow_tensor,
-    hift_tensor,
-    transformer_tensor,
-)
-
-READOUT_NAME = "readout.json"
-"""What the fitted readout did when it was made: `Behaviour` of each proof."""
+from duplex_sidecar.checkpoint.weights import WEIGHTS_VERSION, transformer_tensor
 
 _LM_HEAD = "llm.lm_head.weight"
 
@@ -75,15 +55,6 @@ def make_tiny(folder: Path, seed: int = 0, *, cache_dir: Path | None = None) -> 
     return make_folder(folder, Recipe(Shape.TINY, seed, inputs.hexdigest()), write)
 
 
-def read_behaviours(folder: Path) -> tuple[Behaviour, ...]:
-    """What the readout of a tiny checkpoint did when it was made; empty for other checkpoints."""
-    try:
-        data = (folder / READOUT_NAME).read_bytes()
-    except OSError:
-        return ()
-    return msgspec.json.decode(data, type=tuple[Behaviour, ...])
-
-
 def _write(
     staging: Path,
     config: CheckpointConfig,
@@ -92,18 +63,7 @@ def _write(
     cache_dir: Path | None,
 ) -> None:
     """Everything but the marker."""
-    write_config(config, staging)
-    (staging / TOKENIZER_NAME).write_bytes(tokenizer_data)
-    voice = seeded_voice(DEFAULT_VOICE, MAX_PROMPT_CODES, seed, config.token2wav)
-    save_voice(staging, voice)
-    shapes = flow_shapes(config.token2wav)
-    write_state_dict(
-        staging / FLOW_NAME, {key: flow_tensor(key, shape, seed) for key, shape in shapes.items()}
-    )
-    shapes = hift_shapes(config.token2wav)
-    write_state_dict(
-        staging / HIFT_NAME, {key: hift_tensor(key, shape, seed) for key, shape in shapes.items()}
-    )
+    voice = write_parts(staging, config, tokenizer_data, seed)
     weights = {
         name: transformer_tensor(name, shape, config, seed)
         for name, shape in weight_shapes(config).items()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -74,7 +75,9 @@ class DuplexTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, file: _File) -> None:
         self._tokenizer = tokenizer
-        self._ids = dict(file.model.vocab) | {token.content: token.id for token in file.added_tokens}
+        self._ids = dict(file.model.vocab) | {
+            token.content: token.id for token in file.added_tokens
+        }
         self.size = max(self._ids.values()) + 1
         self.special_ids = frozenset(token.id for token in file.added_tokens if token.special)
         literal = {token.id: token.content.encode() for token in file.added_tokens}
@@ -170,8 +173,10 @@ def train_tokenizer(vocab_size: int, special_ids: Sequence[int] | None = None) -
     pieces); None = right after the text pieces.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    # The package's stubs have no setters for these two.
+    untyped: Any = tokenizer
+    untyped.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    untyped.decoder = decoders.ByteLevel()
     pieces = vocab_size - len(SPECIAL_TOKENS)
     trainer = trainers.BpeTrainer(
         vocab_size=pieces,
@@ -198,7 +203,9 @@ def train_tokenizer(vocab_size: int, special_ids: Sequence[int] | None = None) -
 
 
 def _corpus() -> str:
-    return (resources.files(__package__) / "assets" / "sentences.txt").read_text(encoding="utf-8")
+    return (resources.files("duplex_sidecar.checkpoint") / "assets" / "sentences.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 def _invalid(name: str, reason: str) -> CheckpointError:

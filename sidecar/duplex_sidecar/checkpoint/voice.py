@@ -82,6 +82,7 @@ def save_voice(folder: Path, voice: Voice) -> Path:
         },
         path,
     )
+    path.chmod(0o644)
     return path
 
 

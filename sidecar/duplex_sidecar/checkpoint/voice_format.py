@@ -48,7 +48,10 @@ def check_voice_header(
     if codes.element_type != "I64":
         raise _invalid(path, f"{PROMPT_CODES} is {codes.element_type}, expected I64")
     count = codes.shape[0]
-    expected = {PROMPT_MEL: (FRAMES_PER_CODE * count, config.mel_bins), SPEAKER: (config.speaker_dim,)}
+    expected = {
+        PROMPT_MEL: (FRAMES_PER_CODE * count, config.mel_bins),
+        SPEAKER: (config.speaker_dim,),
+    }
     for name, shape in expected.items():
         if header[name].shape != shape:
             raise _invalid(path, f"{name} has shape {list(header[name].shape)}, not {list(shape)}")

@@ -32,6 +32,9 @@ ATTENTION_GAIN = 2.0
 """Attention that picks and counts: what stands in the context shows in every hidden state, so a
 prompt that is not exactly right gives other logits. With evenly spread attention it would not."""
 
+END_CODE_MAGNITUDE = 1.75
+"""Long enough to be sampled once in some dozen codes: turn ends then drain for a second or two."""
+
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
@@ -76,8 +79,10 @@ def transformer_tensor(name: str, shape: Shape, config: CheckpointConfig, seed: 
     if leaf.endswith(("embed_tokens", "emb_text")) or module.endswith("emb_code.0"):
         return EMBEDDING_SPREAD * values
     if kind == "original0":
-        # Magnitudes of the weight-normed codec head.
-        return 0.5 + values.abs().clamp_max(3.0) / 3.0
+        # Magnitudes of the weight-normed codec head; its last row is the end code's.
+        magnitudes = 0.5 + values.abs().clamp_max(3.0) / 3.0
+        magnitudes[-1] = END_CODE_MAGNITUDE
+        return magnitudes
     if name == "resampler.query" or leaf == "position_embedding":
         return 0.5 * values
     fan_in = shape[0] if name == "resampler.proj" else math.prod(shape[1:])

@@ -18,8 +18,7 @@ from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from duplex_sidecar.client.media import SAMPLE_RATE_HZ
-
+SAMPLE_RATE_HZ = 16_000
 SLICE_SAMPLES = 1_600
 """Appends of 100 ms, as a microphone callback would send them."""
 UNIT_SAMPLES = 16_000

@@ -11,7 +11,8 @@ import numpy as np
 from av.audio.resampler import AudioResampler
 from PIL import Image
 
-SAMPLE_RATE_HZ = 16_000
+from duplex_sidecar.client.conversation import SAMPLE_RATE_HZ
+
 JPEG_QUALITY = 85
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from duplex_sidecar.client.conversation import OUTPUT_RATE_HZ, Talk, lay_out_replies
-from duplex_sidecar.client.media import SAMPLE_RATE_HZ
+from duplex_sidecar.client.conversation import OUTPUT_RATE_HZ, SAMPLE_RATE_HZ, Talk, lay_out_replies
 
 _INPUT, _OUTPUT, _WINDOW = "#4c72b0", "#dd8452", "#55a868"
 _CAUSES = {

@@ -67,6 +67,7 @@ class LeaseKeeper:
         self._sleep = sleep
         self._lost: LedgerError | None = None
         self._ended = asyncio.Event()
+        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.silences = 0
 
@@ -108,6 +109,15 @@ class LeaseKeeper:
         assert self._lost is not None
         return self._lost
 
+    async def wait_held(self) -> None:
+        """Returns once the lease is held, at once if it is; raises the refusal if it is lost. The
+        caller bounds the wait."""
+        while not self.held:
+            if self._lost is not None:
+                raise self._lost
+            self._news.clear()
+            await self._news.wait()
+
     async def run(self) -> None:
         """Renew until the ledger refuses."""
         period_ms = RENEW_PERIOD_MS
@@ -124,8 +134,10 @@ class LeaseKeeper:
         except LedgerError as error:
             self._lost = error
             self._ended.set()
+            self._news.set()
             return 0
         if self.state is LeaseState.SILENT:
             self.silences += 1
         self._lease = lease
+        self._news.set()
         return RENEW_PERIOD_MS

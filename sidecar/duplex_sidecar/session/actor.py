@@ -1,22 +1,21 @@
 """One conversation: a task, a mailbox, a phase. The only code that advances it.
 
-Commands go in through the mailbox; one unit at a time runs beside the loop, so that a client can
-attach, leave or close while a unit is under way. Whatever ends the session goes through `_end`.
+One piece of work at a time (a recovery, then unit after unit) runs beside the loop, so that a
+client can attach, leave or close while it is under way. Whatever ends the session goes through
+`run`, which always gets to its last line: nobody waits for a session that is no more.
 """
 
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from duplex_api.resolve import ResolvedLifecycle
-from duplex_sidecar.framing.errors import FramingError
-from duplex_sidecar.framing.frames import read_frame
-from duplex_sidecar.framing.pcm import AudioFormat, decode_audio
-from duplex_sidecar.framing.units import UnitFramer
 from duplex_sidecar.ledger.errors import LeaseLost, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.store import Ledger
@@ -36,23 +35,21 @@ from duplex_sidecar.protocol.events import (
     Event,
     Failure,
     InputCleared,
-    InputFormatSet,
     ResyncRequired,
     Sequenced,
     SessionOpened,
-    decode_sequenced,
 )
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionOver
-from duplex_sidecar.session.framing_errors import framing_code
+from duplex_sidecar.session.input import InputDesk
 from duplex_sidecar.session.outbox import Outbox
+from duplex_sidecar.session.replay import replay_after
 from duplex_sidecar.session.unit import BadInput, UnitRunner
 
 log = logging.getLogger(__name__)
 
 MAILBOX_COMMANDS = 64
-DEFAULT_INPUT_RATE_HZ = 24_000
 TICK_S = 0.25
 END_TIMEOUT_S = 10.0
 
@@ -68,30 +65,15 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class _FromClient:
-    attachment: int
-    command: Command
+class _Ending:
+    """Why it is over here. for_good: the ledger is to say so, no replica goes on with it."""
 
-
-@dataclass(frozen=True)
-class _Attach:
-    attachment: int
-    outbox: Outbox
-    last_sequence: int | None
-
-
-@dataclass(frozen=True)
-class _Detach:
-    attachment: int
-
-
-@dataclass(frozen=True)
-class _EndNow:
     code: ErrorCode
     detail: str
+    for_good: bool
 
 
-_Mail = _FromClient | _Attach | _Detach | _EndNow
+_SHUT_DOWN = _Ending(ErrorCode.LEASE_LOST, "the replica is shutting down", for_good=False)
 
 Recover = Callable[[], Awaitable[tuple[Conversation, Speech]]]
 """Brings the streams back and runs what a lost owner left unfinished."""
@@ -116,7 +98,7 @@ class ClientAttachment:
         return await self._outbox.next()
 
     async def detach(self) -> None:
-        await self._actor.detach(self._number)
+        self._actor.detach(self._number)
 
 
 class SessionActor:
@@ -127,38 +109,43 @@ class SessionActor:
         mode: str,
         conversation: Conversation,
         speech: Speech,
-        framer: UnitFramer,
+        desk: InputDesk,
         runner: UnitRunner,
         durable: DurableSession,
         keeper: LeaseKeeper,
         ledger: Ledger,
         lifecycle: ResolvedLifecycle,
-        frames_per_unit: int,
         recover: Recover | None,
+        clock_s: Callable[[], float],
     ) -> None:
-        """frames_per_unit: 0 refuses camera frames. recover: None for a new session."""
+        """recover: None for a new session."""
         self.session = session
         self.phase = Phase.OPENING
         self._mode = mode
         self._conversation = conversation
         self._speech = speech
-        self._framer = framer
+        self._desk = desk
         self._runner = runner
         self._durable = durable
         self._keeper = keeper
         self._ledger = ledger
         self._lifecycle = lifecycle
-        self._frames_per_unit = frames_per_unit
         self._recover = recover
-        self._mailbox: asyncio.Queue[_Mail] = asyncio.Queue(MAILBOX_COMMANDS)
+        self._clock_s = clock_s
+        self._mailbox: deque[Command] = deque()
+        self._wake = asyncio.Event()
+        """Something waits for the loop: a command, work that is done, a wish to end."""
+        self._room = asyncio.Event()
+        """Those who wait for room in the mailbox may look again."""
+        self._recovered = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
         self._attachments = 0
         self._outbox: Outbox | None = None
-        self._format = AudioFormat.PCM16
-        self._rate_hz = conversation.framing.rate_hz or DEFAULT_INPUT_RATE_HZ
-        self._unit_task: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
         self._closing = False
+        self._asked_to_end: _Ending | None = None
         self._told_refusing = False
-        now = time.monotonic()
+        now = clock_s()
         self._opened_at = self._last_input_at = now
         self._detached_at: float | None = now
         self.ended = asyncio.Event()
@@ -180,81 +167,134 @@ class SessionActor:
     def speech(self) -> Speech:
         return self._speech
 
-    async def attach(self, last_sequence: int | None) -> ClientAttachment:
-        """A new client; the one before is told that it was replaced. Events after `last_sequence`
-        come first (None: none of the old ones)."""
+    def attach(self, last_sequence: int | None) -> ClientAttachment:
+        """A new client; the one before is told that it was replaced, and what it said and nobody
+        has heard yet is dropped. Events after `last_sequence` come first (None: none of the old
+        ones). Raises ClientError when the session is over."""
+        self._require_running()
         self._attachments += 1
-        outbox = Outbox()
-        attachment = ClientAttachment(self, self._attachments, outbox)
-        await self._post(_Attach(self._attachments, outbox, last_sequence))
-        return attachment
+        if self._outbox is not None:
+            self._outbox.fail(ErrorCode.SESSION_TAKEN_OVER)
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._mailbox.clear()
+        self._room.set()
+        outbox = self._outbox = Outbox()
+        self._detached_at = None
+        self._greeting = asyncio.create_task(self._greet(outbox, self._attachments, last_sequence))
+        return ClientAttachment(self, self._attachments, outbox)
 
     async def submit(self, attachment: int, command: Command) -> None:
         """Waits while the mailbox is full. Raises ClientError (taken over, ended)."""
-        if attachment != self._attachments:
-            raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
-        await self._post(_FromClient(attachment, command))
+        while True:
+            self._require_running()
+            if attachment != self._attachments:
+                raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
+            if len(self._mailbox) < MAILBOX_COMMANDS:
+                break
+            self._room.clear()
+            await self._room.wait()
+        self._mailbox.append(command)
+        self._wake.set()
 
-    async def detach(self, attachment: int) -> None:
-        if not self.ended.is_set():
-            with contextlib.suppress(ClientError):
-                await self._post(_Detach(attachment))
+    def detach(self, attachment: int) -> None:
+        """The client is gone. What it has submitted still counts."""
+        if attachment == self._attachments and self._outbox is not None:
+            self._outbox = None
+            self._detached_at = self._clock_s()
+            if self._greeting is not None:
+                self._greeting.cancel()
 
     async def end(self, code: ErrorCode, detail: str) -> None:
         """End from outside (the admin API, a shutdown). Returns when it is over."""
-        with contextlib.suppress(ClientError):
-            await self._post(_EndNow(code, detail))
+        self._asked_to_end = _Ending(code, detail, for_good=True)
+        self._wake.set()
         await self.ended.wait()
 
-    async def _post(self, mail: _Mail) -> None:
-        putting = asyncio.create_task(self._mailbox.put(mail))
-        ending = asyncio.create_task(self.ended.wait())
-        try:
-            await asyncio.wait({putting, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if self.ended.is_set():
-                raise ClientError(ErrorCode.SESSION_ENDED)
-        finally:
-            ending.cancel()
-            if not putting.done():
-                putting.cancel()
+    def publish(self, event: Event) -> None:
+        """To the attached client, if there is one. Sequenced events are in the journal already."""
+        if self._outbox is not None:
+            self._outbox.put(event)
+
+    def _require_running(self) -> None:
+        if self.ended_because is not None:
+            raise ClientError(self.ended_because.code, self.ended_because.detail)
 
     # --- the one task -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the session is over or another owner has it. Never raises."""
+        """Until the session is over or another owner has it. Raises nothing but the cancellation
+        that makes it let go of the session."""
+        ending = _SHUT_DOWN
         try:
-            await self._open()
+            ending = await self._until_over()
+            await self._wind_up(ending)
+        except asyncio.CancelledError:
+            await self._wind_up(_SHUT_DOWN)
+            raise
+        finally:
+            self._say_goodbye(ending)
+
+    async def _until_over(self) -> _Ending:
+        try:
+            if self._recover is not None:
+                self._start(self._run_recovery(self._recover))
+            else:
+                self._opened()
             while True:
-                self._start_unit()
-                if self._closing and self._unit_task is None:
-                    raise SessionOver(ErrorCode.SESSION_ENDED, "closed by the client")
-                await self._wait()
+                self._look_after_work()
+                if self._asked_to_end is not None:
+                    return self._asked_to_end
+                if self._keeper.lost_because is not None:
+                    raise self._keeper.lost_because
+                self._check_clock()
+                self._take_mail()
+                if self._work is None and self._desk.has_unit:
+                    self._start(self._run_unit())
+                if self._work is None and self._closing:
+                    return _Ending(ErrorCode.SESSION_ENDED, "closed by the client", for_good=True)
+                await self._rest()
         except SessionOver as over:
-            await self._end(ErrorCode(over.code), over.detail, keep_ledger_open=False)
+            return _Ending(over.code, over.detail, for_good=True)
         except LeaseLost as error:
             log.info("session dropped: %s", error.reason)
-            await self._end(ErrorCode.LEASE_LOST, "another replica runs the session", True)
+            return _Ending(ErrorCode.LEASE_LOST, "another replica runs the session", for_good=False)
         except LedgerError as error:
             log.error("session dropped: %s: %s", type(error).__name__, error)
-            await self._end(ErrorCode.LEDGER_CORRUPT, f"{type(error).__name__}", True)
-        except asyncio.CancelledError:
-            await self._end(ErrorCode.LEASE_LOST, "the replica is shutting down", True)
-            raise
+            return _Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__, for_good=False)
         except Exception:
             log.exception("session failed")
-            await self._end(ErrorCode.UNIT_FAILED, "internal error", keep_ledger_open=False)
+            return _Ending(ErrorCode.UNIT_FAILED, "internal error", for_good=True)
 
-    async def _open(self) -> None:
-        if self._recover is not None:
-            self._conversation, self._speech = await self._recover()
+    async def _rest(self) -> None:
+        """Until something waits for the loop, or the clock wants to be looked at."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        self._wake.clear()
+
+    # --- work -------------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._work = asyncio.create_task(work)
+        self._work.add_done_callback(lambda _: self._wake.set())
+
+    def _look_after_work(self) -> None:
+        """Raises what the work under way ended with."""
+        if self._work is not None and self._work.done():
+            work, self._work = self._work, None
+            work.result()
+
+    async def _run_recovery(self, recover: Recover) -> None:
+        self._conversation, self._speech = await recover()
+        self._opened()
+
+    def _opened(self) -> None:
         self.phase = Phase.ACTIVE if self._conversation.seq else Phase.READY
-
-    def _start_unit(self) -> None:
-        if self._unit_task is None and self._framer.ready_units:
-            self._unit_task = asyncio.create_task(self._run_unit())
+        self._recovered.set()
 
     async def _run_unit(self) -> None:
-        append = self._framer.take()
+        append = self._desk.take()
         if append is None:
             return
         try:
@@ -263,173 +303,80 @@ class SessionActor:
             # Nothing of the append has entered any state. Its sound is good: it goes in without the
             # frames that cannot be decoded.
             self.publish(Failure(error.code, error.detail))
-            append = self._framer.without_frames(append)
+            append = self._desk.without_frames(append)
             after = await self._runner.run(self._conversation, self._speech, append)
         self._conversation, self._speech = after
         self.phase = Phase.ACTIVE
 
-    async def _wait(self) -> None:
-        """For mail, the unit under way, the lease, or the clock."""
-        mail = asyncio.create_task(self._mailbox.get())
-        lost = asyncio.create_task(self._keeper.wait_lost())
-        unit = self._unit_task
-        try:
-            await asyncio.wait(
-                [mail, lost] if unit is None else [mail, lost, unit],
-                timeout=TICK_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if mail.done():
-                await self._take(mail.result())
-            if unit is not None and unit.done():
-                self._unit_task = None
-                unit.result()
-            if lost.done():
-                raise lost.result()
-            self._check_clock()
-        finally:
-            mail.cancel()
-            lost.cancel()
-
-    async def _take(self, mail: _Mail) -> None:
-        match mail:
-            case _FromClient():
-                if mail.attachment == self._attachments:
-                    self._command(mail.command)
-            case _Attach():
-                await self._take_attach(mail)
-            case _Detach():
-                if mail.attachment == self._attachments and self._outbox is not None:
-                    self._outbox = None
-                    self._detached_at = time.monotonic()
-            case _EndNow():
-                raise SessionOver(mail.code, mail.detail)
-
     # --- commands ---------------------------------------------------------------------------------
 
-    def _command(self, command: Command) -> None:
-        try:
-            match command:
-                case AppendInput():
-                    self._append(command)
-                case CommitInput():
-                    self._framer.flush()
-                case ClearInput():
-                    self._framer.clear()
-                    self.publish(InputCleared())
-                case SetInputFormat():
-                    self._set_format(command)
-                case Heartbeat():
-                    self.publish(Alive(command.event_id))
-                case Close():
-                    self._closing = True
-        except FramingError as error:
-            self._refuse(framing_code(error.code), error.reason, command)
-        except ClientError as error:
-            self._refuse(error.code, error.detail, command, error.param)
+    def _take_mail(self) -> None:
+        while self._mailbox:
+            command = self._mailbox.popleft()
+            try:
+                self._command(command)
+            except ClientError as error:
+                self.publish(Failure(error.code, error.detail, error.param, command.event_id))
+        self._room.set()
 
-    def _refuse(
-        self, code: ErrorCode, detail: str, command: Command, param: str | None = None
-    ) -> None:
-        self.publish(Failure(code, detail, param, command.event_id))
+    def _command(self, command: Command) -> None:
+        match command:
+            case AppendInput():
+                self._append(command)
+            case CommitInput():
+                self._desk.commit()
+            case ClearInput():
+                self._desk.clear()
+                self.publish(InputCleared())
+            case SetInputFormat():
+                self.publish(self._desk.set_format(command))
+            case Heartbeat():
+                self.publish(Alive(command.event_id))
+            case Close():
+                self._closing = True
 
     def _append(self, command: AppendInput) -> None:
         if self._closing:
             raise ClientError(ErrorCode.OUT_OF_ORDER_EVENT, "input after session.close")
         if self._durable.refuses_input:
             raise ClientError(ErrorCode.LEDGER_UNAVAILABLE)
-        if command.frames and len(command.frames) > self._frames_per_unit:
-            raise ClientError(
-                ErrorCode.TOO_MANY_FRAMES,
-                f"this session takes {self._frames_per_unit} frames a second",
-                "video_frames",
-            )
-        samples = decode_audio(command.audio, self._format)
-        if command.from_sample is not None:
-            held = self._framer.received_samples
-            if command.from_sample > held:
-                raise ClientError(
-                    ErrorCode.OUT_OF_ORDER_EVENT,
-                    f"samples {held} to {command.from_sample} are missing",
-                    "from_sample",
-                )
-            samples = samples[held - command.from_sample :]
-        frames = tuple(read_frame(frame) for frame in command.frames)
-        self._framer.push(
-            samples,
-            self._rate_hz,
-            frames,
-            is_speech=command.is_speech,
-            force_listen=command.force_listen,
-        )
-        self._last_input_at = time.monotonic()
-
-    def _set_format(self, command: SetInputFormat) -> None:
-        wanted = AudioFormat(command.encoding.value)
-        if (wanted, command.rate_hz) != (self._format, self._rate_hz):
-            if self._framer.received_samples and command.rate_hz != self._rate_hz:
-                raise ClientError(
-                    ErrorCode.IMMUTABLE_SETTING,
-                    "the sample rate is fixed by the first input",
-                    "session.audio.input.format.rate",
-                )
-            self._format, self._rate_hz = wanted, command.rate_hz
-        self.publish(InputFormatSet(command.encoding, self._rate_hz))
+        self._desk.append(command)
+        self._last_input_at = self._clock_s()
 
     # --- attachments ------------------------------------------------------------------------------
 
-    async def _take_attach(self, mail: _Attach) -> None:
-        if self._outbox is not None:
-            self._outbox.fail(ErrorCode.SESSION_TAKEN_OVER)
-        self._outbox = mail.outbox
-        self._detached_at = None
+    async def _greet(self, outbox: Outbox, attachment: int, last_sequence: int | None) -> None:
+        """What a client gets first: the session as it stands, then what it missed. What happens
+        meanwhile waits in the outbox."""
+        await self._recovered.wait()
         opened = SessionOpened(
             session=self.session,
-            resumed=self._conversation.seq > 0 or mail.last_sequence is not None,
-            attachment=mail.attachment,
+            resumed=self._conversation.seq > 0 or last_sequence is not None,
+            attachment=attachment,
             next_unit=self._conversation.seq + 1,
-            acknowledged_sample=self._acknowledged_sample(),
+            acknowledged_sample=self._desk.received_samples,
             last_sequence=self._speech.last_sequence,
             window_mode=self._mode,
-            input_rate_hz=self._rate_hz,
+            input_rate_hz=self._desk.rate_hz,
         )
         replay: list[Sequenced] = []
-        opening: list[Event] = [opened]
-        if mail.last_sequence is not None:
+        resync: ResyncRequired | None = None
+        if last_sequence is not None:
             try:
-                replay, resync = await self._replay(mail.last_sequence)
+                replay, resync = await replay_after(self._ledger, self.session, last_sequence)
             except LedgerUnavailable:
-                mail.outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
+                outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
                 return
-            if resync is not None:
-                opening.append(resync)
-        mail.outbox.release(replay, opening)
-
-    def _acknowledged_sample(self) -> int:
-        """What has been received here is held or durable; a client on a new connection to the same
-        replica goes on from there."""
-        return self._framer.received_samples
-
-    async def _replay(self, last: int) -> tuple[list[Sequenced], ResyncRequired | None]:
-        replay: list[Sequenced] = []
-        while True:
-            found = await self._ledger.events_after(self.session, last)
-            if found.resync_required:
-                return replay, ResyncRequired(last, found.last_seq)
-            replay += [decode_sequenced(event.event) for event in found.events]
-            if not found.events or found.events[-1].seq >= found.last_seq:
-                return replay, None
-            last = found.events[-1].seq
-
-    def publish(self, event: Event) -> None:
-        """To the attached client, if there is one. Sequenced events are in the journal already."""
-        if self._outbox is not None:
-            self._outbox.put(event)
+            except (LedgerError, msgspec.MsgspecError) as error:
+                log.error("events cannot be replayed: %s", type(error).__name__)
+                outbox.fail(ErrorCode.LEDGER_CORRUPT)
+                return
+        outbox.release(replay, [opened] if resync is None else [opened, resync])
 
     # --- life cycle -------------------------------------------------------------------------------
 
     def _check_clock(self) -> None:
-        now = time.monotonic()
+        now = self._clock_s()
         life = self._lifecycle
         if (now - self._opened_at) * 1000 > life.max_duration_ms:
             raise SessionOver(ErrorCode.SESSION_EXPIRED, "the session reached its maxDuration")
@@ -443,28 +390,37 @@ class SessionActor:
             self.publish(Failure(ErrorCode.LEDGER_UNAVAILABLE, "input is refused until it is back"))
         self._told_refusing = refusing
 
-    async def _end(self, code: ErrorCode, detail: str, keep_ledger_open: bool) -> None:
+    async def _wind_up(self, ending: _Ending) -> None:
+        """Stop the work, end the streams, give the lease back; in bounded time."""
         self.phase = Phase.ENDING
-        if self._unit_task is not None:
-            self._unit_task.cancel()
-            await asyncio.gather(self._unit_task, return_exceptions=True)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
+                if self._work is not None:
+                    self._work.cancel()
+                    await asyncio.gather(self._work, return_exceptions=True)
                 await self._runner.close()
-                if keep_ledger_open:
-                    await self._durable.release()
+                if ending.for_good:
+                    await self._durable.end(ending.code)
                 else:
-                    await self._durable.end(code)
+                    await self._durable.release()
         except (TimeoutError, LedgerError) as error:
             log.warning("session ended without its last ledger entry: %s", type(error).__name__)
-        await self._keeper.stop()
-        self.ended_because = Closed(code, detail)
-        if code not in (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST):
-            self.publish(Failure(code, detail))
-        self.publish(self.ended_because)
+        except Exception:
+            log.exception("session ended without its last ledger entry")
+        finally:
+            await self._keeper.stop()
+
+    def _say_goodbye(self, ending: _Ending) -> None:
+        """Nothing here can fail or wait: whoever waits for the end learns of it."""
         self.phase = Phase.ENDED
+        self.ended_because = Closed(ending.code, ending.detail)
+        if self._greeting is not None:
+            self._greeting.cancel()
+        if self._outbox is not None:
+            last: list[Event] = [self.ended_because]
+            if ending.code not in (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST):
+                last.insert(0, Failure(ending.code, ending.detail))
+            self._outbox.finish(last)
+        self._mailbox.clear()
         self.ended.set()
-        while not self._mailbox.empty():
-            mail = self._mailbox.get_nowait()
-            if isinstance(mail, _Attach):
-                mail.outbox.fail(ErrorCode.SESSION_ENDED)
+        self._room.set()

@@ -1,11 +1,14 @@
 """Puts the parts of one session together: new, or recovered from its ledger."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import structs
 
+from duplex_api.window import ResolvedWindow, WindowMode
 from duplex_sidecar.framing.units import UnitFramer
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
@@ -15,7 +18,7 @@ from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.model.minicpmo45.talker import TALKER_SAMPLING
 from duplex_sidecar.protocol.events import Event
-from duplex_sidecar.session.actor import SessionActor
+from duplex_sidecar.session.actor import Recover, SessionActor
 from duplex_sidecar.session.conversation import (
     Conversation,
     Speech,
@@ -25,6 +28,7 @@ from duplex_sidecar.session.conversation import (
 )
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.hearing import EncoderDriver
+from duplex_sidecar.session.input import InputDesk
 from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.open_unit import OpenUnit, decode_open_unit
 from duplex_sidecar.session.opening import facts_of, terms_of
@@ -33,16 +37,17 @@ from duplex_sidecar.session.rows import RetainedUnits, decode_rows
 from duplex_sidecar.session.speaking import Speaker, VoiceSettings
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.session.streams import talker_stream, thinker_stream
+from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.unit import UnitRunner
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import SegmentReason
 from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
-from duplex_sidecar.window.state import RebuildCause
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What all sessions of this replica share."""
+    """What all sessions of this replica share. clock_s: what grace times and holds are measured
+    with."""
 
     model: ServedModel
     stages: StageSet
@@ -51,6 +56,7 @@ class Assembly:
     metrics: Metrics
     replica: str
     ledger_hold_s: float
+    clock_s: Callable[[], float] = time.monotonic
 
     def new_trace(self, session: str) -> SessionTrace:
         return self.tracing.session(session, None, SegmentReason.OPENED)
@@ -86,7 +92,7 @@ def assemble_new(
     head: Head,
     trace: SessionTrace,
 ) -> SessionActor:
-    parts = _parts(shared, draft, lease, head, trace)
+    parts = _parts(shared, draft, lease, head, trace, taken_up=False)
     return _actor(shared, draft, parts, conversation, first_speech(), None, None)
 
 
@@ -100,7 +106,7 @@ def assemble_recovered(
     accepted = loaded.accepted
     before = accepted[-1].traceparent if accepted else loaded.opening.traceparent
     trace = shared.tracing.session(loaded.session, before, SegmentReason.RESUMED)
-    parts = _parts(shared, loaded.opening, lease, loaded.head, trace)
+    parts = _parts(shared, loaded.opening, lease, loaded.head, trace, taken_up=True)
     conversation = decode_conversation(loaded.state)
     speech = first_speech() if loaded.voice_state is None else decode_speech(loaded.voice_state)
     # The journal is the truth about numbers: an event that was journaled is never numbered again.
@@ -108,7 +114,6 @@ def assemble_recovered(
     open_unit = (
         decode_open_unit(loaded.accepted_state) if loaded.accepted_state is not None else None
     )
-    parts.runner.rebuild_cause = RebuildCause.REPLICA_RESTART
 
     async def recover() -> tuple[Conversation, Speech]:
         return await _recover(loaded, decision, parts, conversation, speech, open_unit, shared)
@@ -125,11 +130,7 @@ async def _recover(
     open_unit: OpenUnit | None,
     shared: Assembly,
 ) -> tuple[Conversation, Speech]:
-    wanted = [unit.seq for unit in conversation.window.units]
-    wanted += [conversation.seq] if conversation.completed else []
-    for unit, rows in history_from_ledger(loaded, wanted, shared.model.vocabulary):
-        parts.retained.put_rows(unit.input.seq, rows)
-        parts.retained.complete(unit)
+    _retain(loaded, parts.retained, conversation, decision, shared)
     heard, mark = conversation.seq, conversation.encoder_mark_samples
     if open_unit is not None:
         heard, mark = open_unit.append.seq, open_unit.encoder_mark_samples
@@ -148,10 +149,29 @@ async def _recover(
                 decision.redo.attempt,
                 decision.redo.unit.traceparent,
             )
-    finally:
         # A failed restore is tried again with the next append, which knows how to wait for a stage.
         await asyncio.gather(restoring, return_exceptions=True)
+    finally:
+        restoring.cancel()
     return conversation, speech
+
+
+def _retain(
+    loaded: LoadedSession,
+    retained: RetainedUnits,
+    conversation: Conversation,
+    decision: Resume,
+    shared: Assembly,
+) -> None:
+    """The units that a slide may render again. Mode `off` keeps none between units; a unit that is
+    to be spoken again needs its rows there too."""
+    wanted = [unit.seq for unit in conversation.window.units]
+    off = msgspec.json.decode(loaded.opening.window, type=ResolvedWindow).mode is WindowMode.OFF
+    if conversation.completed is not None and (decision.respeak or not off):
+        wanted.append(conversation.seq)
+    for unit, rows in history_from_ledger(loaded, wanted, shared.model.vocabulary):
+        retained.put_rows(unit.input.seq, rows)
+        retained.complete(unit)
 
 
 def _parts(
@@ -160,11 +180,18 @@ def _parts(
     lease: Lease,
     head: Head,
     trace: SessionTrace,
+    *,
+    taken_up: bool,
 ) -> _Parts:
     facts = facts_of(opening, shared.model)
     keeper = LeaseKeeper(shared.ledger.renew, lease)
     durable = DurableSession(
-        shared.ledger, keeper, head, hold_s=shared.ledger_hold_s, metrics=shared.metrics
+        shared.ledger,
+        keeper,
+        head,
+        hold_s=shared.ledger_hold_s,
+        metrics=shared.metrics,
+        clock_s=shared.clock_s,
     )
     retained = RetainedUnits()
 
@@ -188,13 +215,21 @@ def _parts(
         trace,
     )
     outlet = _Outlet()
-    runner = UnitRunner(
+    thinker = ThinkerDriver(
         facts,
-        shared.stages,
-        encoder,
+        shared.stages.thinker,
         thinker_stream(shared.stages.thinker, lease.session, lease.fence),
         Prompter(facts, retained, durable.load),
+        durable,
+        trace,
+        taken_up=taken_up,
+    )
+    runner = UnitRunner(
+        facts,
+        encoder,
+        thinker,
         speaker,
+        retained,
         durable,
         trace,
         shared.metrics,
@@ -210,7 +245,7 @@ def _actor(
     conversation: Conversation,
     speech: Speech,
     open_unit: OpenUnit | None,
-    recover: Callable[[], Awaitable[tuple[Conversation, Speech]]] | None,
+    recover: Recover | None,
 ) -> SessionActor:
     facts = facts_of(opening, shared.model)
     terms = terms_of(opening)
@@ -221,14 +256,18 @@ def _actor(
         mode=facts.policy.mode,
         conversation=conversation,
         speech=speech,
-        framer=UnitFramer(facts.layout.context_tokens, state=framing),
+        desk=InputDesk(
+            UnitFramer(facts.layout.context_tokens, state=framing),
+            framing.rate_hz,
+            terms.camera.frames_per_unit,
+        ),
         runner=parts.runner,
         durable=parts.durable,
         keeper=parts.keeper,
         ledger=shared.ledger,
         lifecycle=terms.lifecycle,
-        frames_per_unit=terms.camera.frames_per_unit,
         recover=recover,
+        clock_s=shared.clock_s,
     )
     parts.outlet.publish = actor.publish
     return actor

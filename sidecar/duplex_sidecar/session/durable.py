@@ -8,9 +8,10 @@ ledger is away, input is held for `hold_s`, then refused by name until the ledge
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from duplex_sidecar.ledger.call import Head, PendingCall
-from duplex_sidecar.ledger.errors import LedgerUnavailable
+from duplex_sidecar.ledger.errors import HeadMismatch, LedgerUnavailable
 from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.media import Trim, UnitMedia
@@ -23,9 +24,14 @@ from duplex_sidecar.telemetry.names import LedgerCall
 RETRY_EVERY_S = 0.2
 _HELD_POLL_S = 0.02
 
+_T = TypeVar("_T")
+
 
 class DurableSession:
-    """One owner's writes, in the order of the unit's way. Not to be used from two tasks at once."""
+    """One owner's writes, in the order of the unit's way. Not to be used from two tasks at once.
+
+    Whatever is asked of a ledger that is away waits until it is back or the lease is lost.
+    """
 
     def __init__(
         self,
@@ -35,12 +41,14 @@ class DurableSession:
         *,
         hold_s: float,
         metrics: Metrics,
+        clock_s: Callable[[], float],
     ) -> None:
         self._ledger = ledger
         self._keeper = keeper
         self._head = head
         self._hold_s = hold_s
         self._metrics = metrics
+        self._clock_s = clock_s
         self._away_since: float | None = None
 
     @property
@@ -59,7 +67,7 @@ class DurableSession:
     def refuses_input(self) -> bool:
         """The ledger has been away longer than input is held."""
         away = self._away_since
-        return away is not None and time.monotonic() - away > self._hold_s
+        return away is not None and self._clock_s() - away > self._hold_s
 
     async def accept(self, draft: AcceptDraft, media: UnitMedia, state: bytes) -> None:
         await self._chain(
@@ -93,19 +101,32 @@ class DurableSession:
 
     async def load(self) -> LoadedSession:
         started = time.perf_counter()
-        loaded = await self._ledger.load(self.session)
-        self._metrics.ledger_call(LedgerCall.LOAD, (time.perf_counter() - started) * 1000)
+        loaded = await self._while_away(lambda _: self._ledger.load(self.session))
+        self._count(LedgerCall.LOAD, started)
         return loaded
 
     async def end(self, reason: str) -> None:
         """The session is over: a last entry, then the lease is given back."""
-        if self._head.open_seq is None:
-            await self._note(ClosedDraft(seq=self._head.committed_seq, reason=reason))
-        await self._ledger.release(self._keeper.lease, ended=reason)
+        try:
+            await self._close_chain(reason)
+        except HeadMismatch as error:
+            # A write whose answer this owner did not wait for has arrived; the lease is still its
+            # own, or the refusal had been another one.
+            self._head = error.seen
+            await self._close_chain(reason)
+        await self._release(reason)
 
     async def release(self) -> None:
         """Another replica may go on."""
-        await self._ledger.release(self._keeper.lease)
+        await self._release(None)
+
+    async def _close_chain(self, reason: str) -> None:
+        if self._head.open_seq is None:
+            await self._note(ClosedDraft(seq=self._head.committed_seq, reason=reason))
+
+    async def _release(self, ended: str | None) -> None:
+        lease = self._keeper.lease
+        await self._while_away(lambda _: self._ledger.release(lease, ended=ended))
 
     async def _note(self, draft: RedoDraft | ClosedDraft) -> None:
         await self._chain(
@@ -124,20 +145,32 @@ class DurableSession:
         which is executed exactly once, then or now. Raises what the ledger refuses."""
         started = time.perf_counter()
         pending: PendingCall | None = None
+
+        async def attempt(failed: LedgerUnavailable | None) -> Head | None:
+            nonlocal pending
+            pending = (failed.pending if failed else None) or pending
+            return await (self._ledger.retry_unknown(pending) if pending else send())
+
+        head = await self._while_away(attempt)
+        self._count(call, started)
+        return head
+
+    async def _while_away(self, attempt: Callable[[LedgerUnavailable | None], Awaitable[_T]]) -> _T:
+        """Try until the ledger answers. `attempt` is told how the try before it failed."""
+        failed: LedgerUnavailable | None = None
         while True:
             try:
-                if pending is None:
-                    head = await send()
-                else:
-                    head = await self._ledger.retry_unknown(pending)
+                answer = await attempt(failed)
                 break
             except LedgerUnavailable as error:
-                pending = error.pending or pending
+                failed = error
                 if self._away_since is None:
-                    self._away_since = time.monotonic()
+                    self._away_since = self._clock_s()
                 if self._keeper.lost_because is not None:
                     raise self._keeper.lost_because from error
                 await asyncio.sleep(RETRY_EVERY_S)
         self._away_since = None
+        return answer
+
+    def _count(self, call: LedgerCall, started: float) -> None:
         self._metrics.ledger_call(call, (time.perf_counter() - started) * 1000)
-        return head

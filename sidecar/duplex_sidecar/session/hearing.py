@@ -42,6 +42,9 @@ class EncoderDriver:
         self._session = session
         self._pcm_of_units = pcm_of_units
         self._generation = 0
+        """Of the stage that holds the present state; 0: none does."""
+        self._opened = 0
+        """Of the stage that this session was last opened at."""
         self._mark_samples = 0
         self._through = 0
 
@@ -81,6 +84,7 @@ class EncoderDriver:
         generation = self._stage.generation
         if generation == self._generation:
             return
+        self._opened = generation
         await self._stage.open(EncoderOpen(self._session, self._mark_samples))
         if self._through:
             first = first_unit_needed(self._mark_samples)
@@ -101,5 +105,7 @@ class EncoderDriver:
         await self._restore_if_lost()
 
     async def close(self) -> None:
-        if self._generation == self._stage.generation:
+        """Let the stage forget the session, also when its state was not restored. Raises
+        StageError."""
+        if self._opened and self._opened == self._stage.generation:
             await self._stage.close(EncoderClose(self._session))

@@ -5,15 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig
+from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig, read_config
 from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME, VOICES_FOLDER
 from duplex_sidecar.checkpoint.report import require_complete
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary, read_tokenizer
 from duplex_sidecar.checkpoint.voice_format import VOICE_SUFFIX
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.envelope import ElementType
 
 _SAMPLED_BYTES = 1024 * 1024
+DEFAULT_VOICE = "default"
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,27 @@ class ServedModel:
     max_model_tokens: int
     max_talker_tokens: int
     voices: frozenset[str]
+    bench_script: tuple[tuple[int, ...], ...] = ()
 
     @property
     def element_type(self) -> ElementType:
         return ElementType(self.config.element_type)
 
 
-def load_model(folder: Path, max_model_tokens: int, max_talker_tokens: int) -> ServedModel:
+def load_model(settings: SidecarSettings) -> ServedModel:
     """Read what the sidecar needs of a checkpoint. Raises CheckpointError with the first findings
-    when it is missing, incomplete or of another shape."""
-    config = require_complete(folder)
+    when it is missing, incomplete or of another shape (weights that are made up are not looked at).
+    """
+    folder = Path(settings.checkpoint)
+    config = read_config(folder) if settings.load_dummy_weights else require_complete(folder)
     tokenizer = read_tokenizer(folder)
     return ServedModel(
         config=config,
         vocabulary=load_vocabulary(folder),
         encode=tokenizer.encode,
         fingerprint=fingerprint_of(folder),
-        max_model_tokens=min(max_model_tokens, config.thinker.max_position_embeddings),
-        max_talker_tokens=min(max_talker_tokens, config.talker.max_position_embeddings),
+        max_model_tokens=min(settings.max_model_tokens, config.thinker.max_position_embeddings),
+        max_talker_tokens=min(settings.max_talker_tokens, config.talker.max_position_embeddings),
         voices=frozenset(path.stem for path in (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}")),
     )
 

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from duplex_api.problems import Problem
 from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampling, ResolvedSession
-from duplex_api.window import ResolvedWindow
+from duplex_api.window import ResolvedWindow, WindowStrategy
 from duplex_sidecar.framing.append import NEW_FRAMER
 from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds
 from duplex_sidecar.model.minicpmo45.context import build_context, layout_ids_of
 from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, Sampling, initial_state
 from duplex_sidecar.session.conversation import Conversation, first_conversation
 from duplex_sidecar.session.facts import SessionFacts
-from duplex_sidecar.session.model import ServedModel
+from duplex_sidecar.session.model import DEFAULT_VOICE, ServedModel
 from duplex_sidecar.window.parts import PromptContext
 from duplex_sidecar.window.policy import policy_of
 from duplex_sidecar.window.state import PlanLimits, WindowLayout
-
-DEFAULT_VOICE = "default"
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,36 @@ def voice_of(resolved: ResolvedSession) -> str:
     return resolved.voice.name if resolved.voice and resolved.voice.name else DEFAULT_VOICE
 
 
+def require_served(resolved: ResolvedSession, model: ServedModel) -> None:
+    """Raises UnservedManifestError, with paths, for what the contract allows and this sidecar can't
+    serve (yet)."""
+    problems: list[Problem] = []
+    voice = voice_of(resolved)
+    if resolved.voice is not None and resolved.voice.name is None:
+        problems.append(
+            Problem("spec.voice", "voices of Secrets and ConfigMaps need an operator", "name")
+        )
+    elif voice not in model.voices:
+        known = ", ".join(sorted(model.voices))
+        problems.append(Problem("spec.voice.name", f"the checkpoint has no voice {voice!r}", known))
+    if resolved.window.strategy is not WindowStrategy.REPREFILL:
+        problems.append(
+            Problem("spec.window.strategy", "shift is not served", WindowStrategy.REPREFILL)
+        )
+    if problems:
+        raise UnservedManifestError(tuple(problems))
+
+
+class UnservedManifestError(ValueError):
+    """The manifest is valid, but asks for what this sidecar does not serve."""
+
+    code = "unserved_manifest"
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
 def facts_of(opening: Opening | OpeningDraft, model: ServedModel) -> SessionFacts:
     """What the units read, out of the opening record."""
     prefix, suffix, marker = (part.ids for part in opening.parts if isinstance(part, PromptIds))
@@ -96,6 +125,7 @@ def facts_of(opening: Opening | OpeningDraft, model: ServedModel) -> SessionFact
         layout_ids=layout_ids_of(model.vocabulary.control_ids, None),
         sampling=_sampling(msgspec.json.decode(opening.sampling, type=ResolvedSampling)),
         vocabulary=model.vocabulary,
+        bench_script=model.bench_script,
     )
 
 

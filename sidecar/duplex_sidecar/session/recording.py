@@ -24,6 +24,14 @@ _NEWEST_REBUILD_WEIGHT = 0.3
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A plan that is to be carried out, and the window after its admission."""
+
+    plan: Extend | Rebuild
+    window: WindowState
+
+
+@dataclass(frozen=True)
 class Answered:
     """An answer, what it means, and the rules and plan under which it was given."""
 

@@ -6,10 +6,12 @@ is the stand-alone rule; with an operator, placement decides and a refusal is fi
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
 
-from duplex_api.resolve import resolve_session
+from duplex_api.resolve import ResolvedSession, resolve_session
 from duplex_api.session import DuplexSession
 from duplex_api.window import WindowLimits
 from duplex_sidecar.ledger import token as tokens
@@ -17,6 +19,7 @@ from duplex_sidecar.ledger.errors import (
     LeaseHeld,
     LeaseSettling,
     LedgerError,
+    LedgerFull,
     LedgerUnavailable,
     SessionEnded,
     SessionErased,
@@ -31,7 +34,7 @@ from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.actor import ClientAttachment, SessionActor
 from duplex_sidecar.session.assembly import Assembly, assemble_new, assemble_recovered
 from duplex_sidecar.session.conversation import encode_conversation
-from duplex_sidecar.session.opening import opening_of, voice_of
+from duplex_sidecar.session.opening import opening_of, require_served
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,14 @@ class _Live:
     token_sha256: str
 
 
+@dataclass
+class _Door:
+    """One session is opened or taken up by one caller at a time."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    callers: int = 0
+
+
 class SessionRegistry:
     """Implements `session.port.SessionPort`."""
 
@@ -59,8 +70,9 @@ class SessionRegistry:
         self._ready = ready
         self._live: dict[str, _Live] = {}
         self._opening: set[str] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._doors: dict[str, _Door] = {}
         self._dead_replicas: set[str] = set()
+        self._closed = False
 
     @property
     def live(self) -> dict[str, SessionActor]:
@@ -80,48 +92,45 @@ class SessionRegistry:
     async def open(self, session: str, manifest: DuplexSession, token: str) -> SessionActor:
         """Idempotent: the same session again returns the running one.
 
-        Raises WindowConfigError and UnknownPresetError for the manifest, ClientError for the rest.
+        Raises WindowConfigError, UnknownPresetError and UnservedManifestError for the manifest,
+        ClientError for the rest.
         """
         if not tokens_acceptable(token):
             raise ClientError(ErrorCode.INVALID_EVENT, "the token is empty or too long", "token")
-        async with self._lock(session):
+        async with self._only_caller(session):
             entry = self._live.get(session)
             if entry is not None:
                 if tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
                     raise ClientError(ErrorCode.UNAUTHORIZED)
                 return entry.actor
-            model = self._assembly.model
-            resolved = resolve_session(
-                manifest.spec, None, WindowLimits(max_model_tokens=model.max_model_tokens)
-            )
-            voice = voice_of(resolved)
-            if voice not in model.voices:
-                known = ", ".join(sorted(model.voices))
-                raise ClientError(
-                    ErrorCode.INVALID_EVENT,
-                    f"the checkpoint has no voice {voice!r}; it has {known}",
-                    "spec.voice.name",
-                )
-            with self._slot(session):
-                trace = self._assembly.new_trace(session)
-                draft, conversation = opening_of(session, resolved, model, trace.traceparent)
-                digest = tokens.token_sha256(token)
+            resolved = self._resolved(manifest)
+            with self._slot(session), _typed_refusals():
                 try:
-                    head = await self._ledger.create(
-                        draft,
-                        replica=self._assembly.replica,
-                        token_sha256=digest,
-                        state=encode_conversation(conversation),
-                    )
-                    lease = await self._ledger.acquire(session, self._assembly.replica)
+                    return await self._create(session, resolved, token)
                 except SessionExists:
-                    return await self._take_up(session, token)
-                except SessionErased:
-                    raise ClientError(ErrorCode.SESSION_ENDED, "the session was erased") from None
-                except LedgerUnavailable as error:
-                    raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
-                actor = assemble_new(self._assembly, draft, conversation, lease, head, trace)
-                return self._start(session, actor, digest)
+                    return await self._take_up(session, await self._token_digest(session, token))
+
+    def _resolved(self, manifest: DuplexSession) -> ResolvedSession:
+        model = self._assembly.model
+        limits = WindowLimits(max_model_tokens=model.max_model_tokens)
+        resolved = resolve_session(manifest.spec, None, limits)
+        require_served(resolved, model)
+        return resolved
+
+    async def _create(self, session: str, resolved: ResolvedSession, token: str) -> SessionActor:
+        assembly = self._assembly
+        trace = assembly.new_trace(session)
+        draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
+        digest = tokens.token_sha256(token)
+        head = await self._ledger.create(
+            draft,
+            replica=assembly.replica,
+            token_sha256=digest,
+            state=encode_conversation(conversation),
+        )
+        lease = await self._acquire(session)
+        actor = assemble_new(assembly, draft, conversation, lease, head, trace)
+        return self._start(session, actor, digest)
 
     # --- attaching --------------------------------------------------------------------------------
 
@@ -130,48 +139,42 @@ class SessionRegistry:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
-        async with self._lock(session):
+        async with self._only_caller(session):
             entry = self._live.get(session)
             if entry is None:
-                with self._slot(session):
-                    actor = await self._take_up(session, token)
+                with _typed_refusals():
+                    digest = await self._token_digest(session, token)
+                    with self._slot(session):
+                        actor = await self._take_up(session, digest)
             elif tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
                 raise ClientError(ErrorCode.SESSION_NOT_FOUND)
             else:
                 actor = entry.actor
-        return await actor.attach(last_sequence)
+            return actor.attach(last_sequence)
 
-    async def _take_up(self, session: str, token: str) -> SessionActor:
+    async def _token_digest(self, session: str, token: str) -> str:
+        """The stored hash of the session's token, once the given one has proved right."""
+        meta = await self._ledger.reader.meta(session)
+        if meta is None or meta.phase is Phase.ERASED:
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+        matched = tokens.match(token, meta.token_sha256, meta.token_offered_sha256)
+        if matched is tokens.TokenMatch.NONE:
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+        if meta.phase is Phase.ENDED:
+            raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
+        return meta.token_sha256
+
+    async def _take_up(self, session: str, token_sha256: str) -> SessionActor:
         """Take a session over from the ledger."""
-        try:
-            meta = await self._ledger.reader.meta(session)
-            if meta is None or meta.phase is Phase.ERASED:
-                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-            matched = tokens.match(token, meta.token_sha256, meta.token_offered_sha256)
-            if matched is tokens.TokenMatch.NONE:
-                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-            if meta.phase is Phase.ENDED:
-                raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
-            lease = await self._acquire(session)
-            loaded = await self._ledger.load(session)
-        except (SessionUnknown, SessionErased):
-            raise ClientError(ErrorCode.SESSION_NOT_FOUND) from None
-        except SessionEnded as error:
-            raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
-        except LedgerUnavailable as error:
-            raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
-        except LedgerError as error:
-            log.error("session cannot be taken up: %s", error)
-            raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
+        lease = await self._acquire(session)
+        loaded = await self._ledger.load(session)
         decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
         if isinstance(decision, Refuse):
             await self._refuse(lease, decision)
-        else:
-            actor = assemble_recovered(self._assembly, loaded, decision, lease)
-            return self._start(session, actor, meta.token_sha256)
-        raise AssertionError("refused above")
+        actor = assemble_recovered(self._assembly, loaded, decision, lease)
+        return self._start(session, actor, token_sha256)
 
-    async def _refuse(self, lease: Lease, refusal: Refuse) -> None:
+    async def _refuse(self, lease: Lease, refusal: Refuse) -> NoReturn:
         """Nothing is deleted; only a unit that failed too often ends the session."""
         log.error("session refused: %s: %s", refusal.code, refusal.reason)
         ended = refusal.code is RefusalCode.UNIT_FAILED
@@ -189,7 +192,9 @@ class SessionRegistry:
                 return await self._ledger.acquire(session, self._assembly.replica)
             except LeaseHeld as held:
                 wait_s = held.remaining_ms / 1000
-                if held.replica in self._dead_replicas:
+                # One that this replica itself holds without running the session was left behind by
+                # a caller that gave up.
+                if held.replica in self._dead_replicas or held.replica == self._assembly.replica:
                     await self._ledger.break_lease(session, replica=held.replica)
                     continue
             except LeaseSettling as settling:
@@ -209,7 +214,9 @@ class SessionRegistry:
         return True
 
     async def close(self) -> None:
-        """Let go of all sessions: their ledgers stay open for another replica."""
+        """Let go of all sessions: their ledgers stay open for another replica. None starts any
+        more."""
+        self._closed = True
         tasks = [entry.task for entry in self._live.values()]
         for task in tasks:
             task.cancel()
@@ -223,37 +230,59 @@ class SessionRegistry:
         self._assembly.metrics.sessions_live(len(self._live))
 
         def forget(_: asyncio.Task[None]) -> None:
-            self._live.pop(session, None)
+            del self._live[session]
             self._assembly.metrics.sessions_live(len(self._live))
 
         task.add_done_callback(forget)
+        if self._closed:
+            task.cancel()
+            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
         return actor
 
-    def _lock(self, session: str) -> asyncio.Lock:
-        if len(self._locks) > 4 * self._slots + 64:
-            self._locks = {name: lock for name, lock in self._locks.items() if lock.locked()}
-        return self._locks.setdefault(session, asyncio.Lock())
+    @asynccontextmanager
+    async def _only_caller(self, session: str) -> AsyncGenerator[None]:
+        door = self._doors.setdefault(session, _Door())
+        door.callers += 1
+        try:
+            async with door.lock:
+                yield
+        finally:
+            door.callers -= 1
+            if door.callers == 0:
+                del self._doors[session]
 
-    def _slot(self, session: str) -> "_Slot":
+    @contextmanager
+    def _slot(self, session: str) -> Generator[None]:
+        """A slot counts as taken while a session is being opened."""
         if self.free_slots < 1:
             raise ClientError(
                 ErrorCode.RESOURCE_EXHAUSTED, f"all {self._slots} slots of this replica are taken"
             )
-        return _Slot(self._opening, session)
+        self._opening.add(session)
+        try:
+            yield
+        finally:
+            self._opening.discard(session)
 
 
-class _Slot:
-    """A slot counted as taken while a session is being opened."""
-
-    def __init__(self, opening: set[str], session: str) -> None:
-        self._opening = opening
-        self._session = session
-
-    def __enter__(self) -> None:
-        self._opening.add(self._session)
-
-    def __exit__(self, *_: object) -> None:
-        self._opening.discard(self._session)
+@contextmanager
+def _typed_refusals() -> Generator[None]:
+    """What the ledger says, in the words of the protocol."""
+    try:
+        yield
+    except SessionUnknown:
+        raise ClientError(ErrorCode.SESSION_NOT_FOUND) from None
+    except SessionErased:
+        raise ClientError(ErrorCode.SESSION_ENDED, "the session was erased") from None
+    except SessionEnded as error:
+        raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
+    except LedgerUnavailable as error:
+        raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
+    except LedgerFull as error:
+        raise ClientError(ErrorCode.RESOURCE_EXHAUSTED, error.reason) from error
+    except LedgerError as error:
+        log.error("session cannot be opened or taken up: %s", error)
+        raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
 
 
 def tokens_acceptable(token: str) -> bool:

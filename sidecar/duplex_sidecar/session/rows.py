@@ -40,11 +40,15 @@ class RowsMissing(LookupError):
     """A prompt asks for rows that are not at hand: a fault of the session's own bookkeeping."""
 
 
+class RowsMismatch(ValueError):
+    """The encoder gave other rows than the append reserved positions for."""
+
+
 def split_chunks(rows: EncoderRows, chunks: int, blocks: tuple[BlockKind, ...]) -> StoredRows:
-    """The encoder's rows cut into chunks. Raises ValueError when the count is not as reserved."""
+    """The encoder's rows cut into chunks. Raises RowsMismatch."""
     count, hidden = rows.audio.shape
     if chunks < 1 or count % chunks or len(rows.vision) != len(blocks):
-        raise ValueError(
+        raise RowsMismatch(
             f"the encoder gave {count} audio rows and {len(rows.vision)} image blocks"
             f" for {chunks} chunks and {len(blocks)} blocks"
         )

@@ -26,6 +26,7 @@ from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.session.conversation import Speech
 from duplex_sidecar.session.stages import StageSet, wait_ready
 from duplex_sidecar.session.streams import LOST, TalkerStream
+from duplex_sidecar.session.watching import UnitWatch
 from duplex_sidecar.stages.envelope import (
     ELEMENT_BYTES,
     Condition,
@@ -37,8 +38,8 @@ from duplex_sidecar.stages.envelope import (
     WaveOpen,
 )
 from duplex_sidecar.stages.errors import StageError, StageFault
-from duplex_sidecar.telemetry.names import EpochCause, StepName
-from duplex_sidecar.telemetry.traces import SessionTrace, UnitTrace
+from duplex_sidecar.telemetry.names import EpochCause, StageName, StepName
+from duplex_sidecar.telemetry.traces import SessionTrace
 
 SOURCE = 1
 """The one generator of a session's codes. Nothing retires it: recoveries start an epoch instead."""
@@ -79,8 +80,6 @@ class Voiced:
     turn_ended: bool
     text: str
     chunks: tuple[SoundChunk, ...]
-    talker_ms: float
-    code2wav_ms: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Speaker:
         """(stage generation, epoch) that Code2Wav has open for this session."""
 
     async def voice(
-        self, speech: Speech, unit: int, answer: ThinkerAnswer, trace: UnitTrace
+        self, speech: Speech, unit: int, answer: ThinkerAnswer, watch: UnitWatch
     ) -> Voiced:
         """Run a committed unit's answer through Talker and Code2Wav. Raises StageError for what
         cannot be mended by a rebuilt stream or a new epoch, HandoffError for missing rows."""
@@ -128,15 +127,13 @@ class Speaker:
             self._vocabulary,
         )
         codes: tuple[int, ...] = ()
-        talker_ms = 0.0
         turn_started = handoff is not None and not speech.turn_open
+        turn = speech.turn + 1 if turn_started else speech.turn
         after = speech
         if handoff is not None:
-            with trace.step(StepName.TALKER) as step:
-                after, codes = await self._talk(speech, unit, handoff, answer.hidden)
-            talker_ms = step.elapsed_ms
+            with watch.step(StepName.TALKER):
+                after, codes = await self._talk(speech, unit, handoff, answer.hidden, watch)
         chunks: tuple[SoundChunk, ...] = ()
-        code2wav_ms = 0.0
         producer = after.producer
         if handoff is not None or turn_ended:
             record = CodeRecord(
@@ -147,13 +144,11 @@ class Speaker:
                 turn_end=turn_ended,
                 text=handoff.text if handoff else "",
             )
-            with trace.step(StepName.CODE2WAV) as step:
-                chunks, producer = await self._vocode(producer, record, after, unit, trace)
-            code2wav_ms = step.elapsed_ms
+            with watch.step(StepName.CODE2WAV):
+                chunks, producer = await self._vocode(producer, record, turn, unit, watch)
         text = handoff.text if handoff else ""
         samples = sum(chunk.samples for chunk in chunks)
         new_codes = sum(sound.new_codes for sound in chunks if sound.samples)
-        turn = speech.turn + 1 if turn_started else speech.turn
         after = structs.replace(
             after,
             unit=unit,
@@ -168,12 +163,12 @@ class Speaker:
             stage2_sequence=chunks[-1].chunk.sequence if chunks else speech.stage2_sequence,
         )
         ended = turn_ended and (speech.turn_open or turn_started)
-        return Voiced(after, turn_started, ended, text, chunks, talker_ms, code2wav_ms)
+        return Voiced(after, turn_started, ended, text, chunks)
 
     # --- Talker -----------------------------------------------------------------------------------
 
     async def _talk(
-        self, speech: Speech, unit: int, handoff: Handoff, hidden: Tensor
+        self, speech: Speech, unit: int, handoff: Handoff, hidden: Tensor, watch: UnitWatch
     ) -> tuple[Speech, tuple[int, ...]]:
         condition = Condition(handoff.ids, rows_of(hidden, handoff.row_indices))
         recent = () if handoff.turn_start else speech.recent_codes
@@ -188,9 +183,10 @@ class Speaker:
         try:
             speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
         except StageError as error:
+            watch.trace.stage_fault(StageName.TALKER, error.fault)
             if error.fault not in LOST:
                 raise
-            await wait_ready(self._stages.talker, "talker")
+            await wait_ready(self._stages.talker, StageName.TALKER)
             speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
         self._last_condition = condition
         return (
@@ -233,9 +229,9 @@ class Speaker:
         self,
         producer: ProducerState,
         record: CodeRecord,
-        speech: Speech,
+        turn: int,
         unit: int,
-        trace: UnitTrace,
+        watch: UnitWatch,
     ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
         if producer.sequence and not self._is_open(producer.epoch):
             producer = new_epoch(producer)
@@ -246,18 +242,21 @@ class Speaker:
             outputs, after = produce_unit(producer, record)
             try:
                 sound = [
-                    await self._sound(output, speech, unit, cause, trace)
+                    await self._sound(output, record, turn, unit, cause, watch)
                     for output in outputs
                     if isinstance(output, Chunk)
                 ]
                 return tuple(sound), after
             except StageError as error:
+                watch.trace.stage_fault(StageName.CODE2WAV, error.fault)
                 if error.fault not in _RESTARTABLE or attempt == 2:
                     raise
                 self._opened = None
-                violated = error.fault is StageFault.OUT_OF_ORDER
-                cause = EpochCause.VIOLATION if violated else EpochCause.RECOVERY
-                await wait_ready(self._stages.code2wav, "code2wav")
+                cause = EpochCause.RECOVERY
+                if error.fault is StageFault.OUT_OF_ORDER:
+                    cause = EpochCause.VIOLATION
+                    watch.metrics.envelope_refused(error.fault)
+                await wait_ready(self._stages.code2wav, StageName.CODE2WAV)
                 producer = new_epoch(producer)
         raise AssertionError("unreachable")
 
@@ -265,25 +264,32 @@ class Speaker:
         return self._opened == (self._stages.code2wav.generation, epoch)
 
     async def _sound(
-        self, chunk: Chunk, speech: Speech, unit: int, cause: EpochCause, trace: UnitTrace
+        self,
+        chunk: Chunk,
+        record: CodeRecord,
+        turn: int,
+        unit: int,
+        cause: EpochCause,
+        watch: UnitWatch,
     ) -> SoundChunk:
         session = self._settings.session
         if chunk.sequence == 0:
             generation = self._stages.code2wav.generation
             await self._stages.code2wav.open(WaveOpen(session, chunk.epoch, self._settings.voice))
             self._opened = (generation, chunk.epoch)
-            self._trace.stage2_epoch(chunk.epoch, cause, trace)
+            self._trace.stage2_epoch(chunk.epoch, cause, watch.trace)
+            watch.metrics.epoch(cause)
         samples = await self._stages.code2wav.feed(
             WaveFeed(
                 session=session,
                 epoch=chunk.epoch,
                 sequence=chunk.sequence,
-                turn=speech.turn,
+                turn=turn,
                 unit=unit,
                 codes=chunk.codes,
                 code_count=chunk.code_count,
                 last_chunk=chunk.last_chunk,
-                seed=f"{self._settings.seed}:wave:{speech.handoff.turn}",
+                seed=f"{self._settings.seed}:wave:{record.turn[1]}",
             )
         )
         return SoundChunk(chunk, samples.pcm_s16le)

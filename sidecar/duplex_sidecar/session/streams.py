@@ -125,7 +125,7 @@ class EngineStream(Generic[_Part, _Answer]):
             )
 
     async def close(self) -> None:
-        """End the stream; waits until the stage has let go of it."""
+        """End the streams; waits until the stage has let go of them. Never raises StageError."""
         stream = self._stream if self.live else None
         self._stream = None
         if stream is not None:

@@ -32,7 +32,9 @@ def stage_settings(
     load_format = LoadFormat.DUMMY if settings.load_dummy_weights else LoadFormat.AUTO
     checkpoint = settings.checkpoint
 
-    def engine(kind: type[_Engine], name: str, context_tokens: int, kv_bytes: int) -> _Engine:
+    def engine(
+        kind: type[_Engine], name: str, context_tokens: int, kv_bytes: int, gpu_share: float
+    ) -> _Engine:
         return kind(
             checkpoint=checkpoint,
             device=settings.device,
@@ -40,6 +42,7 @@ def stage_settings(
             context_tokens=context_tokens,
             seats=settings.slots + settings.rebuild_seats,
             kv_bytes=kv_bytes,
+            gpu_memory_share=gpu_share,
             runtime_dir=str(Path(settings.runtime_dir) / name),
             cache_dir=settings.cache_dir,
             enforce_eager=settings.device is Device.CPU or not settings.cuda_graphs,
@@ -54,11 +57,22 @@ def stage_settings(
             max_sessions=settings.slots,
             load_format=load_format,
         ),
-        "thinker": engine(
-            ThinkerSettings, "thinker", settings.max_model_tokens, settings.thinker_kv_bytes
+        "thinker": msgspec.structs.replace(
+            engine(
+                ThinkerSettings,
+                "thinker",
+                settings.max_model_tokens,
+                settings.thinker_kv_bytes,
+                settings.thinker_gpu_share,
+            ),
+            bench_scripts=bool(settings.bench_script),
         ),
         "talker": engine(
-            TalkerSettings, "talker", settings.max_talker_tokens, settings.talker_kv_bytes
+            TalkerSettings,
+            "talker",
+            settings.max_talker_tokens,
+            settings.talker_kv_bytes,
+            settings.talker_gpu_share,
         ),
         "code2wav": Code2WavSettings(
             checkpoint=checkpoint,

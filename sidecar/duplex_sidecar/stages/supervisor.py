@@ -25,7 +25,7 @@ _TAIL_BYTES = 16 * 1024
 _REASON_LINES = 3
 _SOCKET_POLL_S = 0.05
 _SWEEP_POLL_S = 0.02
-_SWEEP_POLLS = 25
+_SWEEP_POLLS = 50
 
 
 class StageState(StrEnum):
@@ -177,8 +177,10 @@ class _Keeper:
                 if failed_starts >= self._policy.max_failed_starts:
                     self._give_up(lost)
                     return
-                state = StageState.RESTARTING if self.link.generation else StageState.STARTING
-                self._report(state, lost)
+                if was_ready:
+                    state = StageState.RESTARTING
+                else:
+                    self._report(state, lost)
                 await asyncio.sleep(self._policy.backoff_s(failures))
         except asyncio.CancelledError:
             self._report(StageState.STOPPED, "asked to stop")
@@ -195,6 +197,9 @@ class _Keeper:
             if lost is None:
                 ready_at = time.monotonic()
                 lost = await self._until_lost(process)
+                await self.link.detach()
+                # Said before the sweep, so that sessions need not wait for it.
+                self._report(StageState.RESTARTING, lost)
             ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
             return lost, ready_at is not None, ready_s
         finally:
@@ -272,12 +277,11 @@ class _Keeper:
                 await asyncio.wait_for(process.wait(), self._policy.stop_grace_s)
         # Also after a clean exit: the engine core may still be there. What leaves by itself (the
         # process that removes named semaphores) gets a moment for it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            for _ in range(_SWEEP_POLLS if process.returncode is not None else 0):
-                os.killpg(process.pid, 0)
-                await asyncio.sleep(_SWEEP_POLL_S)
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        if process.returncode is None or not await _group_is_gone(process.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            await _group_is_gone(process.pid)
         with contextlib.suppress(FileNotFoundError):
             self._spec.socket.unlink()
 
@@ -324,3 +328,14 @@ class _Keeper:
         except OSError:
             return ()
         return tuple(line for line in text.splitlines() if line.strip())[-lines:]
+
+
+async def _group_is_gone(group: int) -> bool:
+    """Whether nothing of the process group is left, or leaves within a second."""
+    for _ in range(_SWEEP_POLLS):
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        await asyncio.sleep(_SWEEP_POLL_S)
+    return False

@@ -6,6 +6,9 @@ are numbers, as the OTLP JSON mapping asks.
 """
 
 import base64
+import contextlib
+import errno
+import os
 import socket
 import threading
 import zlib
@@ -75,8 +78,8 @@ class OtlpSink:
         self.exports = 0
         self.failed_writes = 0
         try:
-            self._spans = None if spans is None else spans.open("ab")
-            self._metrics = None if metrics is None else metrics.open("ab")
+            self._spans = None if spans is None else _LineFile(spans)
+            self._metrics = None if metrics is None else _LineFile(metrics)
         except OSError:
             self._socket.close()
             raise
@@ -125,16 +128,13 @@ class OtlpSink:
                 file.close()
 
     async def _traces(self, request: Request) -> Response:
-        return await self._receive(request, ExportTraceServiceRequest, self._write_spans)
+        return await self._receive(request, ExportTraceServiceRequest(), self._spans)
 
     async def _metrics_endpoint(self, request: Request) -> Response:
-        return await self._receive(request, ExportMetricsServiceRequest, self._write_metrics)
+        return await self._receive(request, ExportMetricsServiceRequest(), self._metrics)
 
     async def _receive(
-        self,
-        request: Request,
-        kind: Callable[[], Message],
-        write: Callable[[bytes], None],
+        self, request: Request, message: Message, file: "_LineFile | None"
     ) -> Response:
         try:
             body = await _read_body(request.stream, request.headers.get("content-encoding"))
@@ -142,28 +142,40 @@ class OtlpSink:
             return Response(status_code=400)
         if body is None:
             return Response("body too large or badly compressed", status_code=413)
-        message = kind()
         try:
             message.ParseFromString(body)
         except DecodeError:
             return Response("not an OTLP export request", status_code=400)
         try:
-            write(msgspec.json.encode(to_otlp_json(message)) + b"\n")
+            if file is not None:
+                file.append(msgspec.json.encode(to_otlp_json(message)) + b"\n")
         except OSError:
             self.failed_writes += 1
             return Response("cannot be stored", status_code=503)
         self.exports += 1
         return Response(b"", media_type=_PROTOBUF)
 
-    def _write_spans(self, line: bytes) -> None:
-        if self._spans is not None:
-            self._spans.write(line)
-            self._spans.flush()
 
-    def _write_metrics(self, line: bytes) -> None:
-        if self._metrics is not None:
-            self._metrics.write(line)
-            self._metrics.flush()
+class _LineFile:
+    """A file that holds whole lines only, also after a disk ran full."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, line: bytes) -> None:
+        """Raises OSError with nothing of the line left in the file."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes written")
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
 
 
 async def _read_body(

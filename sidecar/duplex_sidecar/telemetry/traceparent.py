@@ -1,4 +1,4 @@
-"""The W3C `traceparent` header as it is kept in the ledger: version 00, sampled."""
+"""The W3C `traceparent` header as it is kept in the ledger: version 00."""
 
 import re
 
@@ -8,7 +8,7 @@ _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 
 
 def format_traceparent(context: SpanContext) -> str:
-    """55 characters, for example `00-<32 hex>-<16 hex>-01`."""
+    """55 characters: `00-<32 hex of the trace>-<16 hex of the span>-<2 hex of flags>`."""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 

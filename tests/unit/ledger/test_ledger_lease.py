@@ -1,5 +1,6 @@
 """The lease keeper against a scripted ledger and a clock of its own."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -104,6 +105,32 @@ async def test_a_refusal_is_final_and_told() -> None:
     assert not keeper.held
     assert isinstance(await keeper.wait_lost(), LeaseLost)
     assert ledger.sent_ms[-1] == 3_000
+
+
+async def test_waiting_for_the_lease_ends_when_it_is_held_or_lost() -> None:
+    clock_ms = 10_000
+    answers: list[Lease | Exception] = [
+        LedgerUnavailable("s", "away"),
+        msgspec.structs.replace(LEASE, deadline_ms=20_000),
+        LeaseLost("s", "owner is b"),
+    ]
+
+    async def renew(lease: Lease) -> Lease:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    keeper = LeaseKeeper(renew, LEASE, clock_ms=lambda: clock_ms, sleep=sleep)
+    keeper.start()
+    await asyncio.wait_for(keeper.wait_held(), 1)
+    await asyncio.wait_for(keeper.wait_lost(), 1)
+    with pytest.raises(LeaseLost):
+        await keeper.wait_held()
+    await keeper.stop()
 
 
 async def test_a_short_absence_is_not_noticed() -> None:

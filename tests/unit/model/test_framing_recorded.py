@@ -9,7 +9,7 @@ from duplex_sidecar.contract.window_cases import check_framing, check_session_co
 
 pytestmark = pytest.mark.unit
 
-CONTRACT = Path(__file__).parents[2] / "contract"
+CONTRACT = Path(__file__).parents[1] / "contract"
 RECORDED = json.loads((CONTRACT / "framing_cases.json").read_text())
 
 

@@ -15,7 +15,7 @@ from duplex_sidecar.contract.window_cases import (
 
 pytestmark = pytest.mark.unit
 
-CONTRACT = Path(__file__).parents[2] / "contract"
+CONTRACT = Path(__file__).parents[1] / "contract"
 
 
 def read_lines(name: str) -> list[dict]:

@@ -30,6 +30,9 @@ async def load_service(config: bytes) -> Code2WavService:
     if settings.device is Device.CPU:
         # A second thread only waits for the first at these sizes, and for the other stages.
         torch.set_num_threads(1)
+    else:
+        # The source's phase multiplies what TF32 convolutions round off the pitch.
+        torch.backends.cudnn.allow_tf32 = False
     folder = Path(settings.checkpoint)
     sizes = read_config(folder).token2wav
     is_dummy = settings.load_format is LoadFormat.DUMMY

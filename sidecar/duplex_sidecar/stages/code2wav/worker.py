@@ -106,8 +106,6 @@ class Worker:
         self._closed = False
         self._busy_since_s: float | None = None
         self.lost_reason: str | None = None
-        self.batches = 0
-        self.chunks = 0
         self._thread = threading.Thread(target=self._run, name="code2wav", daemon=True)
 
     def start(self) -> None:
@@ -217,8 +215,6 @@ class Worker:
                     chunks, self._vocoder.advance(states, chunks), strict=True
                 )
             ]
-            self.batches += 1
-            self.chunks += len(chunks)
         now_s = time.monotonic()
         for job, (pcm, state) in zip(jobs, results, strict=True):
             job.stream.state = state

@@ -56,6 +56,26 @@ def check_room(
         raise Refusal(f"{blocks} KV blocks are needed in the worst case, {limits.blocks} exist")
 
 
+class StreamState(msgspec.Struct, frozen=True):
+    """What is known of an open stream. positions: KV that it holds between units."""
+
+    positions: int
+    last_unit: int
+    busy: bool
+
+
+def check_extends(state: StreamState, unit: int, position: int, *, opens: bool) -> None:
+    """A feed for an open stream continues exactly where the stream is."""
+    if opens:
+        raise Refusal("a stream of this name is open")
+    if state.busy:
+        raise Refusal("the stream is answering another feed")
+    if position != state.positions:
+        raise Refusal(f"the stream holds {state.positions} positions, not {position}")
+    if unit <= state.last_unit:
+        raise Refusal(f"unit {unit} after unit {state.last_unit}")
+
+
 def check_ids(ids: Sequence[int], size: int, what: str) -> None:
     """All ids are in [0, size)."""
     if ids and not (min(ids) >= 0 and max(ids) < size):

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from duplex_sidecar.engine_plugin.unit_args import UnitArgs
-from duplex_sidecar.stages.engine.guards import EngineLimits, Refusal, check_length, check_room
+from duplex_sidecar.stages.engine.guards import (
+    EngineLimits,
+    Refusal,
+    StreamState,
+    check_extends,
+    check_length,
+    check_room,
+)
 from duplex_sidecar.stages.engine.handoff import Handoff, RowsLostError
 from duplex_sidecar.stages.engine.launch import core_sentinels
 from duplex_sidecar.stages.engine.stream import EngineStream, StreamLostError, unit_params
@@ -46,14 +53,13 @@ class Answered(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """One stream. positions: KV that it holds; worst: the most it may come to hold in this unit."""
+    """One stream. number: its name in the hand-off. worst: the most positions that it may come to
+    hold in its present unit."""
 
     stream: EngineStream
     number: int
-    positions: int
+    state: StreamState
     worst: int
-    last_unit: int
-    busy: bool = False
 
 
 class _Ending(NamedTuple):
@@ -180,7 +186,7 @@ class EngineHost:
             raise self.error(StageFault.UNKNOWN_STREAM, "no such stream")
         try:
             if held is not None:
-                _check_extends(held, feed)
+                check_extends(held.state, feed.unit, feed.position, opens=feed.opens)
             elif feed.position != 0:
                 raise Refusal("a stream opens at position 0")
             elif feed.stream in self._ending:
@@ -192,11 +198,15 @@ class EngineHost:
         if held is None:
             self._next_number += 1
             request_id = f"{self._stage}-{self._next_number}"
-            held = _Held(EngineStream(self._engine, request_id), self._next_number, 0, 0, -1)
+            held = _Held(
+                stream=EngineStream(self._engine, request_id),
+                number=self._next_number,
+                state=StreamState(positions=0, last_unit=-1, busy=False),
+                worst=0,
+            )
             self._held[feed.stream] = held
         held.worst = feed.position + feed.new + feed.answer_limit
-        held.last_unit = feed.unit
-        held.busy = True
+        held.state = StreamState(positions=feed.position, last_unit=feed.unit, busy=True)
         return held
 
     async def _run(self, held: _Held, feed: Feed) -> Answered:
@@ -215,17 +225,6 @@ class EngineHost:
         engine_ms = 1e3 * (time.perf_counter() - started)
         first = feed.position + feed.new
         # The last token has no KV: the next feed brings it along.
-        held.positions = held.worst = first + len(ids) - 1
-        held.busy = False
+        held.worst = first + len(ids) - 1
+        held.state = StreamState(positions=held.worst, last_unit=feed.unit, busy=False)
         return Answered(held.number, first, ids, engine_ms)
-
-
-def _check_extends(held: _Held, feed: Feed) -> None:
-    if feed.opens:
-        raise Refusal("a stream of this name is open")
-    if held.busy:
-        raise Refusal("the stream is answering another feed")
-    if feed.position != held.positions:
-        raise Refusal(f"the stream holds {held.positions} positions, not {feed.position}")
-    if feed.unit <= held.last_unit:
-        raise Refusal(f"unit {feed.unit} after unit {held.last_unit}")

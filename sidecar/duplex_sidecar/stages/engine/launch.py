@@ -28,6 +28,7 @@ def start_engine(
         "max_num_seqs": settings.seats,
         "max_num_batched_tokens": settings.max_batched_tokens,
         "kv_cache_memory_bytes": settings.kv_bytes,
+        "gpu_memory_utilization": settings.gpu_memory_share,
         "block_size": BLOCK_TOKENS,
         "enforce_eager": settings.enforce_eager,
         # Token ids in, token ids out.

@@ -37,6 +37,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     runtime_dir: engine view, socket and logs; belongs to this process alone.
     ring_dir: a tmpfs for the hand-off ring. cache_dir: kept between starts (compiled artefacts).
     max_batched_tokens: positions per engine step; longer prompts are prefilled in chunks.
+    gpu_memory_share: of the device's memory that this engine may claim at start; what the stages
+    of one device claim together has to stay below 1.
     feed_timeout_s: an engine that does not answer one feed in this time has that stream ended.
     """
 
@@ -50,6 +52,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_dir: str
     ring_dir: str = "/dev/shm"
     max_batched_tokens: int = 2048
+    gpu_memory_share: float = 0.9
     enforce_eager: bool = True
     load_format: LoadFormat = LoadFormat.AUTO
     feed_timeout_s: float = 30.0
@@ -58,6 +61,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("context_tokens", "seats", "kv_bytes", "max_batched_tokens", "feed_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be greater than 0")
+        if not 0 < self.gpu_memory_share < 1:
+            raise ValueError("gpu_memory_share must be between 0 and 1")
         if self.element_type not in (ElementType.FLOAT32, ElementType.BFLOAT16):
             raise ValueError("element_type must be float32 or bfloat16")
         if self.device is Device.CPU and not self.enforce_eager:

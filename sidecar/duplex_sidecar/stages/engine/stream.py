@@ -88,21 +88,26 @@ class EngineStream:
         """Leave nothing of the stream in the front end or the core, also when a unit is under way
         or was queued in this very moment. Raises TimeoutError when the engine does not let go.
 
-        Order matters. Closing the feed alone lets a running unit finish first; aborting alone
-        misses a unit that is queued but not yet added, and vLLM would then add it as a fresh
-        request that holds a seat for ever. So: take back what is queued, close the feed, and abort
-        until the reader has ended and the front end has no state of the request.
+        Order matters. A closed feed ends an idle stream in order, but lets a running unit finish
+        first; an abort cuts that, but misses a unit that is queued and not yet added, which vLLM
+        would then add as a fresh request that holds a seat for ever. So: take back what is queued,
+        close the feed or abort, then abort until the reader has ended and the front end has no
+        state of the request.
         """
+        is_idle = self._answer is None
         with contextlib.suppress(asyncio.QueueEmpty):
             while True:
                 self._inputs.get_nowait()
-        self._inputs.put_nowait(None)
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            # An idle stream ends in order by the closed feed alone.
+        if is_idle:
+            self._inputs.put_nowait(None)
             await asyncio.wait({self._reader}, timeout=_ABORT_INTERVAL_S)
+        async with asyncio.timeout(_END_TIMEOUT_S):
             while not (self._reader.done() and self._forgotten()):
                 await self._engine.abort(self._request_id)
                 await asyncio.wait({self._reader}, timeout=_ABORT_INTERVAL_S)
+                if self._inputs.empty():
+                    # A stream whose first unit was taken back knows no other end than its feed's.
+                    self._inputs.put_nowait(None)
                 await asyncio.sleep(0)
 
     def _forgotten(self) -> bool:

@@ -1,0 +1,188 @@
+"""The session's Thinker: plan an append, feed it, rebuild what was lost, get its answer.
+
+A lost stream costs time, never a token: the unit is submitted again, recorded first, with the same
+rules and so the same draws, as a whole prompt rendered from the same records.
+"""
+
+from duplex_sidecar.framing.append import Append
+from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
+from duplex_sidecar.model.minicpmo45.decode import UnitRules, answer_facts, encode_rules
+from duplex_sidecar.protocol.errors import ErrorCode
+from duplex_sidecar.session.conversation import Conversation
+from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.facts import SessionFacts, SessionOver
+from duplex_sidecar.session.prompting import Prompter, plan_append, unit_input
+from duplex_sidecar.session.recording import Answered, Planned, unit_seed
+from duplex_sidecar.session.stages import wait_ready
+from duplex_sidecar.session.streams import LOST, ThinkerStream
+from duplex_sidecar.session.watching import UnitWatch
+from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerPart
+from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.interface import ThinkerStage
+from duplex_sidecar.telemetry.names import RebuildCause as TracedCause
+from duplex_sidecar.telemetry.names import StageName, StepName
+from duplex_sidecar.telemetry.traces import SessionTrace
+from duplex_sidecar.window.parts import UnitInput
+from duplex_sidecar.window.state import Extend, Overflow, Rebuild, RebuildCause
+
+_MENDED = LOST | {StageFault.ROWS_LOST}
+"""A unit whose hidden rows were lost gives the same tokens again, and its rows with them."""
+
+
+class ThinkerDriver:
+    """One session's stream in the Thinker, wherever its process stands."""
+
+    def __init__(
+        self,
+        facts: SessionFacts,
+        stage: ThinkerStage,
+        stream: ThinkerStream,
+        prompter: Prompter,
+        durable: DurableSession,
+        trace: SessionTrace,
+        *,
+        taken_up: bool,
+    ) -> None:
+        """taken_up: from another owner; this one's first stream then comes from a rebuild."""
+        self._facts = facts
+        self._stage = stage
+        self._stream = stream
+        self._prompter = prompter
+        self._durable = durable
+        self._trace = trace
+        self._no_stream_because = (
+            RebuildCause.REPLICA_RESTART if taken_up else RebuildCause.ENGINE_RESTART
+        )
+
+    def plan(self, before: Conversation, append: Append) -> Planned:
+        """How the append is to reach the Thinker. Raises SessionOver when it does not fit."""
+        lost = append.seq > 1 and not self._stream.live
+        cause = self._no_stream_because if lost else None
+        plan, window = plan_append(self._facts, before, append, cause)
+        if isinstance(plan, Overflow):
+            raise SessionOver(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"{plan.projected_tokens} tokens in a context of"
+                f" {self._facts.limits.max_model_tokens}",
+            )
+        return Planned(plan, window)
+
+    async def answer(
+        self,
+        before: Conversation,
+        append: Append,
+        planned: Planned,
+        watch: UnitWatch,
+        attempt: int,
+    ) -> Answered:
+        """Submit the append, again if its stream is lost. Raises StageError, RenderError,
+        RowsMissing, LedgerError."""
+        rules = UnitRules(
+            policy=before.policy,
+            is_speech=append.is_speech,
+            force_listen=append.force_listen,
+            max_tokens=None,
+            sampling=self._facts.sampling,
+            seed=unit_seed(self._facts, append.seq),
+            bench_script=self._facts.scripted_ids(append.seq),
+        )
+        while True:
+            if isinstance(planned.plan, Extend) and append.seq > 1 and not self._stream.live:
+                planned = self.plan(before, append)
+            try:
+                with watch.step(StepName.THINKER):
+                    answer = await self._submit(before, append, planned, rules, watch)
+                break
+            except StageError as error:
+                watch.trace.stage_fault(StageName.THINKER, error.fault)
+                if error.fault not in _MENDED or attempt >= MAX_ATTEMPTS:
+                    raise
+            await wait_ready(self._stage, StageName.THINKER)
+            attempt += 1
+            await self._durable.redo(append.seq, attempt, RebuildCause.ENGINE_RESTART)
+            planned = self.plan(before, append)
+        facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
+        return Answered(rules, answer, facts, planned.plan, planned.window)
+
+    async def repeat(
+        self, after: Conversation, pending: UnitInput, token_ids: tuple[int, ...], watch: UnitWatch
+    ) -> Answered:
+        """A committed unit once more, its tokens forced: what counts is their hidden rows, and a
+        stream that can be extended. Raises as `answer` does."""
+        rules = UnitRules(
+            policy=after.policy,
+            is_speech=False,
+            force_listen=False,
+            max_tokens=None,
+            sampling=self._facts.sampling,
+            seed=unit_seed(self._facts, after.seq),
+            forced_ids=token_ids,
+        )
+        window = after.window
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            rebuild = Rebuild(
+                self._no_stream_because, 0, 0, None, window.previous_ids, window.prompt_tokens
+            )
+            try:
+                with watch.step(StepName.THINKER):
+                    parts = await self._prompter.whole_prompt(window, pending)
+                    answer = await self._rebuild(after.seq, rebuild, parts, rules, after, watch)
+                break
+            except StageError as error:
+                watch.trace.stage_fault(StageName.THINKER, error.fault)
+                if error.fault not in _MENDED or attempt == MAX_ATTEMPTS:
+                    raise
+            await wait_ready(self._stage, StageName.THINKER)
+        else:
+            raise AssertionError("the loop ends by break or raise")
+        facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
+        return Answered(rules, answer, facts, rebuild, window)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+    async def _submit(
+        self,
+        before: Conversation,
+        append: Append,
+        planned: Planned,
+        rules: UnitRules,
+        watch: UnitWatch,
+    ) -> ThinkerAnswer:
+        plan = planned.plan
+        if isinstance(plan, Extend) and self._stream.live:
+            parts = self._prompter.extension(before, append)
+            return await self._stream.extend(
+                append.seq, plan.position_tokens, parts, encode_rules(rules)
+            )
+        parts = await self._prompter.whole_prompt(planned.window, unit_input(append))
+        if isinstance(plan, Rebuild):
+            return await self._rebuild(append.seq, plan, parts, rules, before, watch)
+        answer = await self._stream.rebuild(append.seq, parts, encode_rules(rules))
+        self._no_stream_because = RebuildCause.ENGINE_RESTART
+        return answer
+
+    async def _rebuild(
+        self,
+        seq: int,
+        plan: Rebuild,
+        parts: tuple[ThinkerPart, ...],
+        rules: UnitRules,
+        known: Conversation,
+        watch: UnitWatch,
+    ) -> ThinkerAnswer:
+        with self._trace.rebuild(
+            seq,
+            self._facts.policy.mode,
+            TracedCause(plan.cause),
+            plan.drop_units,
+            plan.dropped_tokens,
+            plan.replacement_tokens,
+            known.rebuild_ms_per_token * plan.replacement_tokens or None,
+            watch.trace,
+        ) as span:
+            answer = await self._stream.rebuild(seq, parts, encode_rules(rules))
+        self._no_stream_because = RebuildCause.ENGINE_RESTART
+        watch.rebuild_ms = span.elapsed_ms
+        watch.metrics.rebuild(TracedCause(plan.cause), span.elapsed_ms)
+        return answer

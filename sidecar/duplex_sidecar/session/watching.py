@@ -1,0 +1,46 @@
+"""Where the time of one unit goes: its span and steps, the metrics, the numbers of `UnitDone`."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import StageName, StepName
+from duplex_sidecar.telemetry.traces import UnitTrace
+
+UNIT_MS = 1000.0
+"""Input that a unit covers."""
+
+_STAGES = {
+    StepName.ENCODE: StageName.ENCODER,
+    StepName.THINKER: StageName.THINKER,
+    StepName.TALKER: StageName.TALKER,
+    StepName.CODE2WAV: StageName.CODE2WAV,
+}
+
+
+class UnitWatch:
+    """One unit under way. stage_ms: milliseconds of each step that has ended, by stage or step.
+    rebuild_ms: of the Thinker's rebuild, None when its stream was extended."""
+
+    def __init__(self, trace: UnitTrace, metrics: Metrics) -> None:
+        self.trace = trace
+        self.metrics = metrics
+        self.stage_ms: dict[str, float] = {}
+        self.rebuild_ms: float | None = None
+        self._started_s = time.perf_counter()
+
+    @property
+    def wall_ms(self) -> float:
+        return (time.perf_counter() - self._started_s) * 1000
+
+    @contextmanager
+    def step(self, step: StepName) -> Generator[None]:
+        """One step of the unit's way. A step that fails leaves a failed span and no number."""
+        with self.trace.step(step) as span:
+            yield
+        stage = _STAGES.get(step)
+        name = step.value.rsplit(".", 1)[-1] if stage is None else stage.value
+        self.stage_ms[name] = span.elapsed_ms
+        if stage is not None:
+            self.metrics.stage_call(stage, span.elapsed_ms)
