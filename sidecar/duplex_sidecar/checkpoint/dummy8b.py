@@ -46,7 +46,7 @@ def make_dummy8b(folder: Path, seed: int = 0, *, thinker_layers: int = FULL_LAYE
     def write(staging: Path) -> None:
         _require_space(staging, config)
         write_parts(staging, config, tokenizer_data, seed)
-        _write_shards(staging, config, seed)
+        write_shards(staging, config, seed, SHARD_BYTES)
 
     return make_folder(folder, Recipe(Shape.FULL, seed, inputs.hexdigest()), write)
 
@@ -71,9 +71,10 @@ def plan_shards(shapes: Shapes, shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_shards(folder: Path, config: CheckpointConfig, seed: int) -> None:
+def write_shards(folder: Path, config: CheckpointConfig, seed: int, shard_bytes: int) -> None:
+    """Every tensor of the safetensors files in bf16, and the index. Raises OSError."""
     shapes = weight_shapes(config)
-    shards = plan_shards(shapes, SHARD_BYTES)
+    shards = plan_shards(shapes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -44,6 +44,7 @@ def load_model(settings: SidecarSettings) -> ServedModel:
     folder = Path(settings.checkpoint)
     config = read_config(folder) if settings.load_dummy_weights else require_complete(folder)
     tokenizer = read_tokenizer(folder)
+    voices = frozenset(path.stem for path in (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}"))
     return ServedModel(
         config=config,
         vocabulary=load_vocabulary(folder),
@@ -51,7 +52,8 @@ def load_model(settings: SidecarSettings) -> ServedModel:
         fingerprint=fingerprint_of(folder),
         max_model_tokens=min(settings.max_model_tokens, config.thinker.max_position_embeddings),
         max_talker_tokens=min(settings.max_talker_tokens, config.talker.max_position_embeddings),
-        voices=frozenset(path.stem for path in (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}")),
+        voices=voices,
+        bench_script=settings.bench_script,
     )
 
 

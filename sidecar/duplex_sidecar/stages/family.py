@@ -3,8 +3,8 @@
 The tree is sidecar -> stage process -> engine core. Every child asks the kernel to be killed when
 the thread that started it ends, so the death of any ancestor falls through to the leaves without a
 line of ours having to run. Besides, a stage's stdin is a pipe whose other end only the sidecar
-holds: end of file there is the friendly request to leave (and the way out on a kernel without
-parent death signals).
+holds: end of file there is the friendly request to leave, and the way out where the sidecar ended
+before the kernel was asked.
 """
 
 import ctypes
@@ -13,33 +13,43 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_STAGE_PID_VARIABLE = "DUPLEX_STAGE_PID"
+_PARENT_VARIABLE = "DUPLEX_PARENT_PID"
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends. Does nothing off Linux."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        # It ended between our start and the call: nobody will send the signal any more.
-        os._exit(1)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def mark_stage_process() -> None:
-    """Called by a stage process: processes that it starts inherit the mark."""
-    os.environ[_STAGE_PID_VARIABLE] = str(os.getpid())
+def mark_children() -> None:
+    """Called by a stage process: processes that it starts can tell whether it still lives."""
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())
 
 
 def die_with_stage() -> None:
     """Called in every process that loads the engine plugin: ties the engine core to its stage
     process. Elsewhere (the stage itself, other users of vLLM) it does nothing."""
-    stage_pid = os.environ.get(_STAGE_PID_VARIABLE)
-    if stage_pid is not None and stage_pid != str(os.getpid()):
-        die_with_parent()
+    marked = os.environ.get(_PARENT_VARIABLE)
+    if marked is None or marked == str(os.getpid()):
+        return
+    die_with_parent()
+    if os.getppid() != int(marked) and not _is_alive(int(marked)):
+        # It ended between our start and the call: nobody will send the signal any more.
+        os._exit(1)
+    mark_children()
+
+
+def _is_alive(pid: int) -> bool:
+    """False for a zombie, too."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def kill_own_group() -> None:

@@ -24,7 +24,7 @@ from duplex_sidecar.stages.envelope import Request
 from duplex_sidecar.stages.family import (
     die_with_parent,
     kill_own_group,
-    mark_stage_process,
+    mark_children,
     on_stdin_end,
 )
 from duplex_sidecar.stages.rpc import serve_calls
@@ -61,7 +61,7 @@ it."""
 def run_stage_process(stage: str, load: Load) -> None:
     """Parse the command line, serve until told to leave, exit the process."""
     die_with_parent()
-    mark_stage_process()
+    mark_children()
     parser = argparse.ArgumentParser(description=f"Serves the {stage} stage of one sidecar.")
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket to serve at")
     parser.add_argument("--config", type=Path, required=True, help="JSON file with the settings")

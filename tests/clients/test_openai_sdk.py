@@ -1,0 +1,163 @@
+"""The published `openai` SDK, unmodified: its own calls in, its own typed events out."""
+
+import asyncio
+import base64
+import json
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.resources.realtime.realtime import AsyncRealtimeConnection
+from openai.types.realtime import (
+    InputAudioBufferClearedEvent,
+    InputAudioBufferCommittedEvent,
+    RealtimeErrorEvent,
+    RealtimeServerEvent,
+    ResponseAudioDeltaEvent,
+    ResponseAudioDoneEvent,
+    ResponseAudioTranscriptDeltaEvent,
+    ResponseAudioTranscriptDoneEvent,
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseCreatedEvent,
+    ResponseDoneEvent,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    SessionCreatedEvent,
+    SessionUpdatedEvent,
+)
+from support.material import manifest, speech
+from support.realtime import UNIT_BYTES, new_session
+
+from duplex_sidecar.client.local_sidecar import LocalSidecar
+
+pytestmark = pytest.mark.client
+
+UNITS = 24
+TURN_EVENTS = (
+    ResponseCreatedEvent,
+    ResponseOutputItemAddedEvent,
+    ResponseContentPartAddedEvent,
+    ResponseAudioTranscriptDeltaEvent,
+    ResponseAudioDeltaEvent,
+    ResponseAudioDoneEvent,
+    ResponseAudioTranscriptDoneEvent,
+    ResponseContentPartDoneEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseDoneEvent,
+)
+
+
+async def next_event(connection: AsyncRealtimeConnection) -> RealtimeServerEvent:
+    async with asyncio.timeout(60):
+        return await connection.recv()
+
+
+async def unit_events(connection: AsyncRealtimeConnection, last: int) -> list[RealtimeServerEvent]:
+    """All events up to the facts of unit `last`."""
+    events: list[RealtimeServerEvent] = []
+    while True:
+        events.append(await next_event(connection))
+        if events[-1].type == "duplex.unit" and events[-1].to_dict()["unit"] == last:
+            return events
+
+
+async def test_a_conversation_with_the_sdks_own_calls_and_typed_events(
+    sidecar: LocalSidecar,
+) -> None:
+    session, token = await asyncio.to_thread(new_session, sidecar, manifest(), "sdk")
+    client = AsyncOpenAI(base_url=sidecar.realtime_url, api_key=token)
+    query = {"session": session}
+    async with client.realtime.connect(model="duplex", extra_query=query) as connection:
+        created = await next_event(connection)
+        assert isinstance(created, SessionCreatedEvent)
+        await connection.session.update(
+            session={
+                "type": "realtime",
+                "audio": {"input": {"format": {"type": "audio/pcm", "rate": 16_000}}},  # type: ignore[typeddict-item]
+            }
+        )
+        assert isinstance(await next_event(connection), SessionUpdatedEvent)
+        pcm = speech(UNITS)
+        for start in range(0, len(pcm), UNIT_BYTES // 4):
+            piece = pcm[start : start + UNIT_BYTES // 4]
+            await connection.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
+        events = await unit_events(connection, UNITS)
+        await connection.input_audio_buffer.clear()
+        assert isinstance(await next_event(connection), InputAudioBufferClearedEvent)
+        await connection.input_audio_buffer.append(audio=base64.b64encode(pcm[:9_600]).decode())
+        await connection.input_audio_buffer.commit()  # the tail, padded, is a unit too
+        events += await unit_events(connection, UNITS + 1)
+        await connection.send_raw(json.dumps({"type": "session.close"}))
+        assert (await next_event(connection)).type == "session.closed"
+    await client.close()
+
+    for event in events:
+        if not event.type.startswith(("duplex.", "session.")):
+            type(event).model_validate_json(event.to_json())  # every field that the SDK requires
+    committed = [event for event in events if isinstance(event, InputAudioBufferCommittedEvent)]
+    assert len(committed) == UNITS + 1
+    for kind in TURN_EVENTS:
+        assert any(isinstance(event, kind) for event in events), kind.__name__
+    assert_turns_are_whole(events)
+
+
+def assert_turns_are_whole(events: list[RealtimeServerEvent]) -> None:
+    """Deltas of a response add up to its closing events."""
+    text: dict[str, str] = {}
+    audio: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, ResponseAudioTranscriptDeltaEvent):
+            text[event.response_id] = text.get(event.response_id, "") + event.delta
+        elif isinstance(event, ResponseAudioDeltaEvent):
+            samples = len(base64.b64decode(event.delta, validate=True)) // 2
+            audio[event.response_id] = audio.get(event.response_id, 0) + samples
+        elif isinstance(event, ResponseAudioTranscriptDoneEvent):
+            assert event.transcript == text[event.response_id] != ""
+        elif isinstance(event, ResponseDoneEvent):
+            assert event.response.status == "completed"
+            assert event.response.id is not None
+            assert event.to_dict()["duplex"]["samples"] == audio[event.response.id] > 0
+
+
+async def test_an_event_that_is_not_served_is_a_typed_error(sidecar: LocalSidecar) -> None:
+    session, token = await asyncio.to_thread(new_session, sidecar, manifest(), "sdk")
+    client = AsyncOpenAI(base_url=sidecar.realtime_url, api_key=token)
+    query = {"session": session}
+    async with client.realtime.connect(model="duplex", extra_query=query) as connection:
+        await next_event(connection)
+        await connection.response.create(event_id="mine")
+        error = await next_event(connection)
+        assert isinstance(error, RealtimeErrorEvent)
+        assert error.error.code == "unsupported_event"
+        assert error.error.type == "invalid_request_error"
+        assert error.error.event_id == "mine"
+        await connection.send_raw(json.dumps({"type": "session.close"}))
+        assert (await next_event(connection)).type == "session.closed"
+    await client.close()
+
+
+async def test_the_synchronous_sdk_talks_too(sidecar: LocalSidecar) -> None:
+    session, token = await asyncio.to_thread(new_session, sidecar, manifest(), "sdk")
+
+    def talk() -> tuple[list[str], list[str]]:
+        kinds: list[str] = []
+        decisions: list[str] = []
+        query = {"session": session}
+        with (
+            OpenAI(base_url=sidecar.realtime_url, api_key=token) as client,
+            client.realtime.connect(model="duplex", extra_query=query) as connection,
+        ):
+            # The default format: 24 kHz. One second and a bit is one unit, the rest is committed.
+            connection.input_audio_buffer.append(audio=base64.b64encode(bytes(60_000)).decode())
+            connection.input_audio_buffer.commit()
+            while len(decisions) < 2:
+                event = connection.recv()
+                kinds.append(event.type)
+                if event.type == "duplex.unit":
+                    decisions.append(event.to_dict()["decision"])
+            connection.send_raw(json.dumps({"type": "session.close"}))
+        return kinds, decisions
+
+    kinds, decisions = await asyncio.wait_for(asyncio.to_thread(talk), 60)
+    assert kinds[0] == "session.created"
+    assert len(decisions) == 2
