@@ -15,7 +15,9 @@ from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from duplex_sidecar.admin.api import admin_router, install_error_handlers, session_view
+from duplex_sidecar.admin.guard import AdminGuard
 from duplex_sidecar.admin.statusz import status_page
+from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.ledger.errors import LedgerUnavailable
 from duplex_sidecar.ledger.store import Ledger
@@ -129,6 +131,8 @@ class Sidecar:
             thinker=ThinkerClient(link("thinker")),
             talker=TalkerClient(link("talker")),
             code2wav=Code2WavClient(link("code2wav")),
+            thinker_spare=SpareSeats(self.settings.rebuild_seats),
+            talker_spare=SpareSeats(self.settings.rebuild_seats),
         )
 
     def _on_stage_report(self, report: StageReport) -> None:
@@ -189,11 +193,8 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     async def realtime(websocket: WebSocket) -> None:
         await serve_realtime(websocket, sidecar, settings.model_name)
 
-    app.include_router(
-        admin_router(
-            lambda: sidecar.sessions, settings.admin_token, lambda: sidecar.problem is None
-        )
-    )
+    app.include_router(admin_router(lambda: sidecar.sessions, lambda: sidecar.problem is None))
+    app.add_middleware(AdminGuard, token=settings.admin_token)
     _ = (livez, readyz, statusz, metrics, realtime)
     return app
 

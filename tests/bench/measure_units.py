@@ -12,6 +12,7 @@ from tests.bench.scenarios import (
     CAMERA_BASIC,
     CAMERA_CONTEXT,
     CONTEXT,
+    CONTEXT_LONG,
     IDLE_S,
     OFF,
     Run,
@@ -20,8 +21,10 @@ from tests.bench.scenarios import (
 from tests.bench.stats import fit_line, percentile, spread
 
 UNIT_MS = 1000.0
-FULL_UNIT_SAMPLES = 24_000
-"""25 codes: one second of audio."""
+UNIT_CODES_SAMPLES = (20_000, 24_000)
+"""Sound of 25 codes: one second, less what a turn's first chunk holds back. Fewer were cut short; a
+turn's last unit may bring several seconds at once."""
+LONG_UNITS = 120
 WARM_UP_UNITS = 3
 """The first ones open streams and fill caches; only the slowest unit counts them too."""
 LISTEN_OFF_MS = 80.0
@@ -31,23 +34,22 @@ OUTSIDE_CPU_MS = 5.0
 SHARE_OF_FULL = 0.9
 """A context window counts as full from this share of its longest prompt on."""
 
-SCENARIOS = (OFF, CONTEXT, BASIC, CAMERA_BASIC, CAMERA_CONTEXT)
+SCENARIOS = (OFF, CONTEXT, CONTEXT_LONG, BASIC, CAMERA_BASIC, CAMERA_CONTEXT)
 
 
 def measure_units(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
     """Raises Broken."""
     units = 60 if rig.quick else 120
-    runs = {
-        scenario.name: converse(
-            rig, sidecar, scenario, units, idle_s=IDLE_S if scenario in (OFF, CONTEXT) else 0.0
-        )
-        for scenario in SCENARIOS
-    }
+    runs: dict[str, Run] = {}
+    for scenario in SCENARIOS:
+        count = LONG_UNITS if scenario is CONTEXT_LONG else units
+        idle_s = IDLE_S if scenario in (OFF, CONTEXT) else 0.0
+        runs[scenario.name] = converse(rig, sidecar, scenario, count, idle_s=idle_s)
     off, context = runs[OFF.name], runs[CONTEXT.name]
-    figures = [*_off(off), *_context(context)]
+    figures = [*_off(off), *_context(context), *_context(runs[CONTEXT_LONG.name])]
     for name in (BASIC.name, CAMERA_BASIC.name, CAMERA_CONTEXT.name):
         figures += _reported(runs[name])
-    figures += [*_ratios(off, context), *_outside(off), *_outside(context)]
+    figures += [*_ratios(off, context, runs.values()), *_outside(off), *_outside(context)]
     return figures, {name: as_data(run) for name, run in runs.items()}
 
 
@@ -69,17 +71,18 @@ def _off(run: Run) -> list[Figure]:
 def _context(run: Run) -> list[Figure]:
     full = rebuilt_full(run.seen)
     listens = [one for one in full if listens_only(one)]
+    name = run.scenario.name
     slowest = max(one.client_ms for one in run.seen)
     tokens = percentile([float(one.window_tokens) for one in full], 0.5) if full else 0.0
     window = f"{tokens:.0f} tokens in the window"
     return [
-        _p50("context full: listening unit, client's wall", _client(listens), LISTEN_CONTEXT_MS),
-        _p95("context full: listening unit, client's wall", _client(listens)),
-        _p50("context full: listening unit, server's wall", [one.server_ms for one in listens]),
-        _p50("context full: rebuild", _rebuilds(full), note=window),
-        *_stages("context full: listening unit", listens),
+        _p50(f"{name} full: listening unit, client's wall", _client(listens), LISTEN_CONTEXT_MS),
+        _p95(f"{name} full: listening unit, client's wall", _client(listens)),
+        _p50(f"{name} full: listening unit, server's wall", [one.server_ms for one in listens]),
+        _p50(f"{name} full: rebuild", _rebuilds(full), note=window),
+        *_stages(f"{name} full: listening unit", listens),
         Figure(
-            f"context: slowest of {len(run.seen)} units, client's wall",
+            f"{name}: slowest of {len(run.seen)} units, client's wall",
             slowest,
             "ms",
             UNIT_MS,
@@ -103,19 +106,16 @@ def _reported(run: Run) -> list[Figure]:
     ]
 
 
-def _ratios(off: Run, context: Run) -> list[Figure]:
+def _ratios(off: Run, context: Run, runs: Iterable[Run]) -> list[Figure]:
     """Figures that a busy machine does not move much."""
     listens = _client(_steady(off, listens_only))
     speaks = _client(_steady(off, speaks_whole))
     full = _client([one for one in rebuilt_full(context.seen) if listens_only(one)])
-    # Context rebuilds alone: those of a camera spend their time on longer prompts.
-    rebuilt = [one for one in context.seen if one.rebuild_ms is not None]
+    rebuilt = [one for run in runs for one in run.seen if one.rebuild_ms is not None]
     line = fit_line([one.window_tokens / 1000 for one in rebuilt], _rebuilds(rebuilt))
     everything = off.seen[WARM_UP_UNITS:] + context.seen[WARM_UP_UNITS:]
     outside = [max(0.0, one.client_ms - one.stages_ms) for one in everything]
-    shares = [
-        over / one.client_ms * 100 for over, one in zip(outside, everything, strict=True)
-    ]
+    shares = [over / one.client_ms * 100 for over, one in zip(outside, everything, strict=True)]
     return [
         Figure("context full / off, listening units", _ratio(full, listens), "x"),
         Figure("speaking / listening unit in off", _ratio(speaks, listens), "x"),
@@ -155,8 +155,9 @@ def listens_only(one: Seen) -> bool:
 
 
 def speaks_whole(one: Seen) -> bool:
-    """It spoke for a whole second."""
-    return one.decision == "speak" and one.audio_samples >= FULL_UNIT_SAMPLES
+    """It spoke, and the Talker gave a unit's 25 codes."""
+    least, most = UNIT_CODES_SAMPLES
+    return one.decision == "speak" and least <= one.audio_samples <= most
 
 
 def rebuilt_full(seen: Sequence[Seen]) -> list[Seen]:

@@ -14,6 +14,8 @@ from tests.bench.rig import Rig, Scenario, root_process
 OFF = Scenario("off", {"mode": "off"})
 CONTEXT = Scenario("context", {"mode": "context"})
 """The defaults: 24 units whole, 500 tokens of earlier replies."""
+CONTEXT_LONG = Scenario("context-80", {"mode": "context", "contextMaxUnits": 80})
+"""About 1,300 positions, near the longest of the proofs' figures."""
 BASIC = Scenario(
     "basic", {"mode": "basic", "basicWindowHighTokens": 1600, "basicWindowLowTokens": 1200}
 )

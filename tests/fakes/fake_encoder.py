@@ -57,9 +57,7 @@ class FakeEncoder(FakeStage):
         chunk, rest = divmod(request.start_samples, UNIT_SAMPLES)
         if rest or chunk < 0:
             raise self.error(StageFault.REFUSED, "start_samples")
-        self.sessions[request.session] = _State(
-            request.start_samples, chunk, request.start_samples
-        )
+        self.sessions[request.session] = _State(request.start_samples, chunk, request.start_samples)
 
     async def feed(self, request: EncoderFeed) -> EncoderRows:
         await self._enter(request.unit)

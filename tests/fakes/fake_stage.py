@@ -1,12 +1,13 @@
 """What all fake stages have in common: a process that can die, stall, or fail a call by name.
 
-The fakes keep the semantics of the real stages (positions, units, epochs, limits), so that a session
-which does something wrong is refused here as it would be there. What they answer is a hash of all
-that they were given, so that nothing wrong can pass for right.
+The fakes keep the semantics of the real stages (positions, units, epochs, limits), so that a
+session which does something wrong is refused here as it would be there. What they answer is a hash
+of all that they were given, so that nothing wrong can pass for right.
 """
 
 import asyncio
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +29,6 @@ def hash_of(*parts: bytes) -> bytes:
 
 def rows(*names: bytes) -> Tensor:
     """One row per name: small whole numbers as float32, so every row is finite."""
-    import struct
-
     data = b"".join(
         struct.pack("<4f", *(int.from_bytes(hash_of(name)[k : k + 2], "little") for k in range(4)))
         for name in names

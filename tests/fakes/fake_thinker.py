@@ -1,11 +1,11 @@
-"""The Thinker: keeps per stream every position of the prompt; its 'logits' are a hash of all of them
-and of the unit's rules, run through the real decode policy."""
+"""The Thinker: keeps every position of a stream's prompt; its logits are a hash of all of them and
+of the unit's rules, run through the real decode policy."""
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fake_stage import HIDDEN, FakeStage, hash_of, rows, rows_in
+from fake_stage import HIDDEN, FakeStage, rows, rows_in
 
 from duplex_sidecar.model.minicpmo45.decode import (
     SampledStep,
@@ -65,7 +65,7 @@ class FakeThinker(FakeStage):
         words: Sequence[int],
         *,
         max_model_len: int = 8192 + 32,
-        seats: int = 16,
+        seats: int = 6,
     ) -> None:
         super().__init__("thinker")
         self._vocabulary = vocabulary
@@ -198,14 +198,12 @@ class FakeThinker(FakeStage):
 
     def _failed(self, unit: int, fault: StageFault) -> None:
         if fault in (StageFault.UNKNOWN_STREAM, StageFault.TIMEOUT, StageFault.ROWS_LOST):
-            lost = [name for name, held in self.streams.items() if held.last_unit in (unit, unit - 1)]
-            for name in lost:
-                del self.streams[name]
+            for name, held in list(self.streams.items()):
+                if held.last_unit in (unit, unit - 1):
+                    del self.streams[name]
 
     def _forget_all(self) -> None:
         self.streams.clear()
 
     def _held(self) -> Sequence[str]:
         return tuple(self.streams)
-
-

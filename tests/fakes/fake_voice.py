@@ -1,5 +1,5 @@
-"""The Talker and the vocoder: codes are a hash of the prompt with the real end rules, samples a hash
-of all codes of the epoch behind the real admission."""
+"""The Talker and the vocoder: codes are a hash of the prompt under the real end rules, samples a
+hash of all codes of the epoch behind the real admission."""
 
 import hashlib
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class _Prompt:
 
 
 class FakeTalker(FakeStage):
-    def __init__(self, *, max_model_len: int = 4096 + 32, seats: int = 16) -> None:
+    def __init__(self, *, max_model_len: int = 4096 + 32, seats: int = 6) -> None:
         super().__init__("talker")
         self._max_model_len = max_model_len
         self._seats = seats

@@ -75,7 +75,7 @@ async def talk(sidecar: LocalSidecar, sessions: int, seconds: int) -> list[list[
     """The `duplex.unit` events of each session, all talking at the same time, started together."""
 
     async def one(number: int) -> list[dict[str, Any]]:
-        name, token = f"bench-{sessions}-{number}", secrets.token_urlsafe(16)
+        name, token = f"bench-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         await asyncio.to_thread(sidecar.open_session, name, MANIFEST, token)
         conversation = Conversation(sidecar.realtime_url, name, token, speech_like(seconds, number))
         return (await conversation.run()).units
@@ -215,10 +215,10 @@ def main() -> int:
     finally:
         arguments.result.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))
-        print(sidecar.log_tail(30))
+        print(sidecar.log_tail(3))
         for log in sorted(Path(sidecar.settings.runtime_dir).glob("*/log")):
             print(f"--- {log.parent.name}")
-            print("\n".join(log.read_text(errors="replace").splitlines()[-12:]))
+            print("\n".join(log.read_text(errors="replace").splitlines()[-2:]))
         sidecar.stop()
         valkey.stop()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_kit import Writer, spoken_batch, state_after, unit_media
 from redis.asyncio import Redis
+from support.ledger_kit import Writer, spoken_batch, state_after, unit_media
 
 from duplex_sidecar.cli.ledger import app
 from duplex_sidecar.ledger.connection import Command, Connection

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ledger_kit import (
+from redis.asyncio import Redis
+from support.ledger_kit import (
     Writer,
     accept_draft,
     commit_draft,
@@ -17,7 +18,6 @@ from ledger_kit import (
     state_after,
     unit_media,
 )
-from redis.asyncio import Redis
 
 from duplex_sidecar.ledger import records, token
 from duplex_sidecar.ledger.call import Head

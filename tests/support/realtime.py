@@ -146,6 +146,14 @@ class RealtimeClient:
         except ConnectionClosed as closed:
             return close_of(closed)
 
+    async def cut_off_by(self, event: Json | str | bytes) -> int:
+        """Send what the server closes the connection for. Its close code."""
+        try:
+            await self.send(event)
+        except ConnectionClosed as closed:
+            return close_of(closed)[0]
+        return (await self.until_closed())[0]
+
     async def close_session(self) -> Json:
         """End the conversation for good."""
         await self.send({"type": "session.close"})
@@ -185,7 +193,7 @@ async def dialled(
     resume: bool = False,
     **options: Any,
 ) -> AsyncIterator[RealtimeClient]:
-    """A connection that has said nothing yet but, with `resume`, what it has last heard."""
+    """A connection that has neither said nor read anything."""
     connection = connect(
         realtime_url(sidecar, session, resume=resume),
         additional_headers={"authorization": f"Bearer {token}"},
@@ -194,11 +202,7 @@ async def dialled(
         **options,
     )
     async with connection as socket:
-        client = RealtimeClient(socket, session, heard)
-        if resume:
-            last = client.heard.last_sequence
-            await client.send({"type": "session.resume", "last_received_server_event_seq": last})
-        yield client
+        yield RealtimeClient(socket, session, heard)
 
 
 @asynccontextmanager
@@ -211,8 +215,12 @@ async def joined(
     resume: bool = False,
     **options: Any,
 ) -> AsyncIterator[RealtimeClient]:
-    """A connection behind its first event, with 16 kHz input declared."""
+    """A connection behind its first event, with 16 kHz input declared. With `resume` it first says
+    which event it has heard last."""
     async with dialled(sidecar, session, token, heard=heard, resume=resume, **options) as client:
+        if resume:
+            last = client.heard.last_sequence
+            await client.send({"type": "session.resume", "last_received_server_event_seq": last})
         opened = await client.until("session.resumed" if resume else "session.created")
         client.sent_samples = opened["duplex"]["acknowledged_sample"]
         await client.format()

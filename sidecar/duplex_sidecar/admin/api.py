@@ -6,11 +6,11 @@ DELETE /admin/v1/sessions/{session}     ends it for good
 POST   /admin/v1/dead-replicas          {"replica": "..."}   proof of death: breaks its leases
 """
 
-import hmac
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +18,8 @@ from duplex_api.manifest import ManifestError, load_manifest
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
 from duplex_api.window import WindowConfigError
-from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
+from duplex_sidecar.admin.guard import ADMIN_PREFIX, error_body
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.registry import SessionRegistry
@@ -69,15 +70,9 @@ def session_view(actor: SessionActor) -> dict[str, Any]:
 
 
 def admin_router(
-    registry: Callable[[], SessionRegistry | None], token: str, is_ready: Callable[[], bool]
+    registry: Callable[[], SessionRegistry | None], is_ready: Callable[[], bool]
 ) -> APIRouter:
-    """registry: None until the ledger is connected."""
-
-    def authorized(request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.encode(), token.encode())
-        if not token or scheme.lower() != "bearer" or not right:
-            raise HTTPException(401, "the admin token is missing or wrong")
+    """registry: None until the ledger is connected. `AdminGuard` stands in front of it."""
 
     def sessions() -> SessionRegistry:
         found = registry()
@@ -85,7 +80,7 @@ def admin_router(
             raise ClientError(ErrorCode.NOT_READY)
         return found
 
-    router = APIRouter(prefix="/admin/v1", dependencies=[Depends(authorized)])
+    router = APIRouter(prefix=ADMIN_PREFIX)
 
     @router.put("/sessions/{session}")
     async def open_session(session: str, body: OpenSession) -> dict[str, Any]:
@@ -124,14 +119,17 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def client_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ClientError)
-        body = {
-            "code": error.code,
-            "type": ERRORS[error.code].type,
-            "message": error.detail,
-            "param": error.param,
-            "retryable": ERRORS[error.code].retryable,
-        }
-        return JSONResponse({"error": body}, _HTTP_STATUS.get(error.code, 400))
+        body = error_body(error.code, error.detail, error.param)
+        return JSONResponse(body, _HTTP_STATUS.get(error.code, 400))
+
+    async def bad_request(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        # What was sent is not sent back: it may be a token.
+        problems = [
+            _problem(Problem(".".join(str(part) for part in found["loc"][1:]), found["msg"], ""))
+            for found in error.errors()
+        ]
+        return JSONResponse({"error": {"code": "invalid_request", "problems": problems}}, 422)
 
     async def bad_manifest(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, _MANIFEST_ERRORS)
@@ -140,6 +138,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": {"code": code, "problems": problems}}, 422)
 
     app.add_exception_handler(ClientError, client_error)
+    app.add_exception_handler(RequestValidationError, bad_request)
     for kind in _MANIFEST_ERRORS:
         app.add_exception_handler(kind, bad_manifest)
 

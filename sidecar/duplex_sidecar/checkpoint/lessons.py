@@ -7,15 +7,14 @@ with and without a reference voice, a camera, noise in the room, in every window
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from duplex_api.window import WindowMode
-from duplex_sidecar.checkpoint.behaviour import Behaviour
 from duplex_sidecar.checkpoint.config import CheckpointConfig
+from duplex_sidecar.checkpoint.fit_cache import FittedReadout
 from duplex_sidecar.checkpoint.layout import encoder_shape
 from duplex_sidecar.checkpoint.plain_thinker import PlainThinker
 from duplex_sidecar.checkpoint.readout import FIT_VERSION, UNITS, Lesson, fit_readout
@@ -53,13 +52,6 @@ OTHER_INSTRUCTIONS = "You are a friendly voice. Answer in a few short words."
 _BASIC_HIGH_TOKENS = 1200
 _BASIC_LOW_TOKENS = 800
 """Low enough that the window slides several times in 120 units."""
-
-
-class FittedReadout(NamedTuple):
-    """rows: [vocabulary, hidden]. behaviours: what they did in each proof."""
-
-    rows: Tensor
-    behaviours: tuple[Behaviour, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,7 @@ def fit_readout(
 
     Raises CheckpointError (fit_failed) when no attempt behaves as it must.
     """
-    examples = _Examples()
-    for number, lesson in enumerate(lessons):
-        examples.collect(thinker, lesson, teacher, f"{seed}:{number}")
+    examples = _collect(thinker, teacher, lessons, str(seed))
     vocabulary_size = proofs[0].scene.vocabulary.size
     seen: list[Behaviour] = []
     for attempt in range(MAX_ATTEMPTS):
@@ -101,12 +99,35 @@ def fit_readout(
     raise CheckpointError(CheckpointFault.FIT_FAILED, "readout", reason)
 
 
+def fit_rows(
+    thinker: PlainThinker,
+    teacher: Teacher,
+    lessons: Sequence[Lesson],
+    vocabulary_size: int,
+    lesson_seed: str,
+    preference_seed: str,
+) -> Tensor:
+    """One fit without proof: output rows [vocabulary, hidden]."""
+    return _solve(
+        _collect(thinker, teacher, lessons, lesson_seed), vocabulary_size, preference_seed
+    )
+
+
 def observe(thinker: PlainThinker, readout: Tensor, proof: Lesson) -> Behaviour:
     """One free rehearsal with these output rows."""
     gaps: list[float] = []
     sample = _free_choice(readout, proof.scene.vocabulary, gaps)
     units = rehearse(thinker, proof.scene, proof.heard, sample)
     return _behaviour(proof, units, min(gaps, default=None))
+
+
+def _collect(
+    thinker: PlainThinker, teacher: Teacher, lessons: Sequence[Lesson], seed: str
+) -> _Examples:
+    examples = _Examples()
+    for number, lesson in enumerate(lessons):
+        examples.collect(thinker, lesson, teacher, f"{seed}:{number}")
+    return examples
 
 
 def _free_choice(

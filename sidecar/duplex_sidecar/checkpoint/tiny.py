@@ -4,22 +4,17 @@ Random weights but for the Thinker's output rows, which are fitted (`lessons`). 
 minute on one core; the fitted rows are kept in a cache, so a second one takes a second or two.
 """
 
-import contextlib
 import hashlib
-import tempfile
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
-import safetensors
-from safetensors.torch import save_file
-from torch import Tensor
 
-from duplex_sidecar.checkpoint.behaviour import READOUT_NAME, Behaviour
+from duplex_sidecar.checkpoint.behaviour import READOUT_NAME
 from duplex_sidecar.checkpoint.config import CheckpointConfig
+from duplex_sidecar.checkpoint.fit_cache import FittedReadout, fit_path, read_fit, write_fit
 from duplex_sidecar.checkpoint.folder import Recipe, make_folder, write_tensors
 from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME, WEIGHTS_NAME, weight_shapes
-from duplex_sidecar.checkpoint.lessons import FittedReadout, Pupil, fingerprint, teach
+from duplex_sidecar.checkpoint.lessons import Pupil, fingerprint, teach
 from duplex_sidecar.checkpoint.parts import write_parts
 from duplex_sidecar.checkpoint.presets import Shape, tiny_config
 from duplex_sidecar.checkpoint.readout import FIT_VERSION
@@ -80,33 +75,9 @@ def _fitted(pupil: Pupil, seed: int, cache_dir: Path | None) -> FittedReadout:
     """The fitted rows, from the cache if they are there."""
     if cache_dir is None:
         return teach(pupil, seed)
-    path = cache_dir / f"readout-{fingerprint(pupil, seed)}.safetensors"
-    cached = _read_cache(path, tuple(pupil.weights[_LM_HEAD].shape))
+    path = fit_path(cache_dir, fingerprint(pupil, seed))
+    cached = read_fit(path, tuple(pupil.weights[_LM_HEAD].shape))
     if cached is None:
         cached = teach(pupil, seed)
-        _write_cache(path, cached)
+        write_fit(path, cached)
     return cached
-
-
-def _read_cache(path: Path, shape: tuple[int, ...]) -> FittedReadout | None:
-    """None when there is nothing usable: a cache is never a reason to fail."""
-    try:
-        # The package's class is written in Rust and has no types.
-        with cast(Any, safetensors).safe_open(path, framework="pt") as file:
-            rows: Tensor = file.get_tensor(_LM_HEAD)
-            behaviours = msgspec.json.decode(
-                file.metadata()["behaviours"], type=tuple[Behaviour, ...]
-            )
-    except (OSError, KeyError, TypeError, safetensors.SafetensorError, msgspec.MsgspecError):
-        return None
-    return FittedReadout(rows, behaviours) if tuple(rows.shape) == shape else None
-
-
-def _write_cache(path: Path, fitted: FittedReadout) -> None:
-    behaviours = msgspec.json.encode(fitted.behaviours).decode()
-    with contextlib.suppress(OSError, safetensors.SafetensorError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".readout-") as scratch:
-            part = Path(scratch) / path.name
-            save_file({_LM_HEAD: fitted.rows}, part, {"behaviours": behaviours})
-            part.rename(path)

@@ -14,6 +14,7 @@ from duplex_sidecar.app import create_app
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
+from duplex_sidecar.doors.websocket import DoorWebSocket
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.engine.settings import Device
@@ -23,7 +24,6 @@ EXIT_USAGE = 2
 EXIT_CHECKPOINT = 3
 EXIT_PORT_TAKEN = 4
 EXIT_LEDGER = 5
-WS_QUEUE_MESSAGES = 32
 GRACEFUL_SHUTDOWN_S = 10
 
 
@@ -96,8 +96,8 @@ def run_sidecar(settings: SidecarSettings) -> int:
                 log_config=None,
                 access_log=False,
                 lifespan="on",
+                ws=DoorWebSocket,
                 ws_max_size=MAX_MESSAGE_BYTES + 1024,
-                ws_max_queue=WS_QUEUE_MESSAGES,
                 ws_per_message_deflate=False,
                 timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
             )

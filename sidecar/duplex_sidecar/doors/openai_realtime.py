@@ -17,13 +17,15 @@ from duplex_sidecar.doors.openai_wire import (
     parse_message,
     render_event,
 )
+from duplex_sidecar.protocol.commands import Command
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, Event, Failure
 from duplex_sidecar.session.port import Attachment, SessionPort
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-SEND_TIMEOUT_S = 20.0
-IDLE_TIMEOUT_S = 300.0
+SEND_TIMEOUT_S = 10.0
+FAREWELL_TIMEOUT_S = 2.0
+"""For the error that tells why a connection is closed; a client that does not read does without."""
 MAX_ERRORS_IN_A_ROW = 100
 """A socket that sends nothing but rubbish is closed."""
 _TOKEN_PROTOCOL = "openai-insecure-api-key."
@@ -47,7 +49,11 @@ def bearer_token(websocket: WebSocket) -> tuple[str, str | None]:
 
 
 async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str) -> None:
-    """Serve one connection to its end. Never raises for what a client does."""
+    """Serve one connection to its end. Never raises for what a client does.
+
+    A client may be silent as long as its session allows it; that it has gone without a word is seen
+    by the server's pings.
+    """
     token, subprotocol = bearer_token(websocket)
     await websocket.accept(subprotocol=subprotocol)
     session = websocket.query_params.get("session", "")
@@ -68,18 +74,24 @@ async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str
 
 
 async def _resume_point(websocket: WebSocket) -> int:
-    try:
+    message: Command | Resume | None = None
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
-            message = parse_message(await websocket.receive_text())
-    except TimeoutError:
-        raise ClientError(
-            ErrorCode.OUT_OF_ORDER_EVENT, "resume=1 needs session.resume as first message"
-        ) from None
-    if not isinstance(message, Resume) or message.last_received_server_event_seq < 0:
+            message = parse_message(await _receive(websocket))
+    if not isinstance(message, Resume):
         raise ClientError(
             ErrorCode.OUT_OF_ORDER_EVENT, "resume=1 needs session.resume as first message"
         )
     return message.last_received_server_event_seq
+
+
+async def _receive(websocket: WebSocket) -> str | bytes:
+    """The next message, text or binary. Raises WebSocketDisconnect."""
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code") or 1005)
+    text = message.get("text")
+    return text if text is not None else message.get("bytes") or b""
 
 
 async def _converse(websocket: WebSocket, attachment: Attachment, model: str) -> None:
@@ -103,16 +115,9 @@ async def _read(
 ) -> None:
     errors_in_a_row = 0
     while True:
+        raw = await _receive(websocket)
         try:
-            async with asyncio.timeout(IDLE_TIMEOUT_S):
-                message = await websocket.receive()
-        except TimeoutError:
-            raise ClientError(ErrorCode.SESSION_EXPIRED, "the connection was idle") from None
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code") or 1005)
-        try:
-            raw = message.get("text")
-            command = parse_message(raw if raw is not None else message.get("bytes") or b"")
+            command = parse_message(raw)
             if isinstance(command, Resume):
                 raise WireError(
                     ErrorCode.OUT_OF_ORDER_EVENT,
@@ -127,7 +132,7 @@ async def _read(
             errors_in_a_row += 1
             if errors_in_a_row >= MAX_ERRORS_IN_A_ROW:
                 raise ClientError(
-                    ErrorCode.EVENT_TOO_LARGE, "too many malformed events in a row"
+                    ErrorCode.INVALID_EVENT, f"{errors_in_a_row} refused events in a row"
                 ) from None
             event_id = error.event_id if isinstance(error, WireError) else None
             with contextlib.suppress(asyncio.QueueFull):
@@ -177,5 +182,7 @@ async def _refuse(websocket: WebSocket, error: ClientError, session: str, model:
     event_id = error.event_id if isinstance(error, WireError) else None
     failure = Failure(error.code, error.detail, error.param, event_id)
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):
-        await websocket.send_text(render_event(failure, session, model).decode("utf-8"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                await websocket.send_text(render_event(failure, session, model).decode("utf-8"))
         await websocket.close(ERRORS[error.code].close_code or 1008, error.code)

@@ -7,7 +7,7 @@ extensions are the `duplex` field of standard events and the event types that st
 
 import base64
 import binascii
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -42,7 +42,15 @@ from duplex_sidecar.protocol.events import (
 
 MAX_MESSAGE_BYTES = 15 * 1024 * 1024
 MAX_FRAMES_PER_APPEND = 2
+MAX_ID_CHARACTERS = 512
+MAX_DETAIL_CHARACTERS = 400
+"""An error's sentence may quote the client, who does not decide how long it gets."""
 OUTPUT_RATE_HZ = 24_000
+
+_Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)]
+"""It comes back with an error or an acknowledgement."""
+_Position = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Beyond 2**53 a JSON number is no exact one in most clients."""
 
 UNSUPPORTED_TYPES = frozenset(
     {
@@ -92,7 +100,7 @@ class _Settings(msgspec.Struct):
 
 class _SessionUpdate(msgspec.Struct, tag_field="type", tag="session.update"):
     session: dict[str, Any]
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class _Append(
@@ -103,40 +111,40 @@ class _Append(
 ):
     audio: str
     video_frames: tuple[str, ...] = ()
-    from_sample: int | None = None
+    from_sample: _Position | None = None
     is_speech: bool | None = None
     force_listen: bool = False
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class _Commit(msgspec.Struct, tag_field="type", tag="input_audio_buffer.commit"):
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class _Clear(msgspec.Struct, tag_field="type", tag="input_audio_buffer.clear"):
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class _Heartbeat(msgspec.Struct, tag_field="type", tag="session.heartbeat"):
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class _Close(msgspec.Struct, tag_field="type", tag="session.close"):
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 class Resume(msgspec.Struct, tag_field="type", tag="session.resume", frozen=True):
     """First message of a connection opened with `resume=1`."""
 
-    last_received_server_event_seq: int = 0
-    session_id: str | None = None
-    resume_token: str | None = None
-    event_id: str | None = None
+    last_received_server_event_seq: _Position = 0
+    session_id: _Id | None = None
+    resume_token: _Id | None = None
+    event_id: _Id | None = None
 
 
 class _Head(msgspec.Struct):
     type: str
-    event_id: str | None = None
+    event_id: _Id | None = None
 
 
 _WIRE_TYPES: dict[str, type[msgspec.Struct]] = {
@@ -169,7 +177,7 @@ class WireError(ClientError):
     def __init__(
         self, code: ErrorCode, detail: str, event_id: str | None, param: str | None = None
     ) -> None:
-        super().__init__(code, detail, param)
+        super().__init__(code, detail[:MAX_DETAIL_CHARACTERS], param)
         self.event_id = event_id
 
 
@@ -246,7 +254,8 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
         if key in _IMMUTABLE:
             raise ClientError(ErrorCode.IMMUTABLE_SETTING, param=f"session.{key}")
         if "window" in key:
-            raise ClientError(ErrorCode.SLIDING_WINDOW_UPDATE_UNSUPPORTED, param=f"session.{key}")
+            param = f"session.{key[:80]}"
+            raise ClientError(ErrorCode.SLIDING_WINDOW_UPDATE_UNSUPPORTED, param=param)
     settings = msgspec.convert(wire.session, _Settings)
     audio_input = settings.audio.input if settings.audio else None
     audio_output = settings.audio.output if settings.audio else None

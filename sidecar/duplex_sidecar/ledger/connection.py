@@ -139,8 +139,6 @@ class Connection:
             except AuthenticationError as error:
                 raise refusal(call.session, error) from error
             except _NO_OUTCOME as error:
-                # Idle connections of the pool are as dead as this one after a server restart.
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
                 if attempt == 2:
                     reason = f"no answer to {call.script}: {_words(error)}"
                     raise LedgerUnavailable(call.session, reason, pending=call) from error
@@ -191,7 +189,6 @@ class Connection:
             except (BusyLoadingError, AuthenticationError) as error:
                 raise refusal(session, error) from error
             except _NO_OUTCOME as error:
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
                 if attempt == 2:
                     reason = f"cannot be read: {_words(error)}"
                     raise LedgerUnavailable(session, reason) from error

@@ -159,7 +159,13 @@ class EmbeddedValkey:
                 os.waitpid(pid, os.WNOHANG)
             return not self.running
 
-        return _wait(gone, timeout_s)
+        if not _wait(gone, timeout_s):
+            return False
+        if self._socket.parent != self._folder:
+            self._socket.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._socket.parent.rmdir()
+        return True
 
     def _log_tail(self) -> str:
         try:

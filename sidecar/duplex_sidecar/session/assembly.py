@@ -202,7 +202,7 @@ def _parts(
     encoder = EncoderDriver(shared.stages.encoder, lease.session, pcm_of_units)
     speaker = Speaker(
         shared.stages,
-        talker_stream(shared.stages.talker, lease.session, lease.fence),
+        talker_stream(shared.stages, lease.session, lease.fence),
         VoiceSettings(
             session=lease.session,
             voice=opening.voice,
@@ -218,7 +218,7 @@ def _parts(
     thinker = ThinkerDriver(
         facts,
         shared.stages.thinker,
-        thinker_stream(shared.stages.thinker, lease.session, lease.fence),
+        thinker_stream(shared.stages, lease.session, lease.fence),
         Prompter(facts, retained, durable.load),
         durable,
         trace,

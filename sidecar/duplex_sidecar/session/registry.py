@@ -26,6 +26,7 @@ from duplex_sidecar.ledger.errors import (
     SessionExists,
     SessionUnknown,
 )
+from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.recovery import RefusalCode, Refuse, decide
 from duplex_sidecar.ledger.session_view import Phase
@@ -97,6 +98,8 @@ class SessionRegistry:
         """
         if not tokens_acceptable(token):
             raise ClientError(ErrorCode.INVALID_EVENT, "the token is empty or too long", "token")
+        if (complaint := name_complaint(session)) is not None:
+            raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
         async with self._only_caller(session):
             entry = self._live.get(session)
             if entry is not None:
@@ -135,7 +138,7 @@ class SessionRegistry:
     # --- attaching --------------------------------------------------------------------------------
 
     async def attach(self, session: str, token: str, last_sequence: int | None) -> ClientAttachment:
-        if not session or not tokens_acceptable(token):
+        if name_complaint(session) is not None or not tokens_acceptable(token):
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
@@ -211,6 +214,7 @@ class SessionRegistry:
         if entry is None:
             return False
         await entry.actor.end(ErrorCode.SESSION_ENDED, "ended by the admin API")
+        await asyncio.wait({entry.task})  # then its slot is free, too
         return True
 
     async def close(self) -> None:
@@ -283,6 +287,15 @@ def _typed_refusals() -> Generator[None]:
     except LedgerError as error:
         log.error("session cannot be opened or taken up: %s", error)
         raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
+
+
+def name_complaint(session: str) -> str | None:
+    """Why the ledger has no keys for a session of that name; None when it has."""
+    try:
+        session_keys(session)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def tokens_acceptable(token: str) -> bool:

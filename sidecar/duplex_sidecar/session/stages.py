@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.stages.errors import StageError, StageFault
 from duplex_sidecar.stages.interface import (
     Code2WavStage,
@@ -23,6 +24,8 @@ class StageSet:
     thinker: ThinkerStage
     talker: TalkerStage
     code2wav: Code2WavStage
+    thinker_spare: SpareSeats
+    talker_spare: SpareSeats
 
 
 async def wait_ready(stage: Stage, name: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from duplex_sidecar.admission.seats import SpareSeats
+from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.stages.envelope import (
     TalkerAnswer,
     TalkerClose,
@@ -22,7 +24,7 @@ from duplex_sidecar.stages.envelope import (
     ThinkerPart,
 )
 from duplex_sidecar.stages.errors import StageError, StageFault
-from duplex_sidecar.stages.interface import Stage, TalkerStage, ThinkerStage
+from duplex_sidecar.stages.interface import Stage
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +56,15 @@ class EngineStream(Generic[_Part, _Answer]):
         name: str,
         feed: Callable[[StreamFeed[_Part]], Awaitable[_Answer]],
         close: Callable[[str], Awaitable[None]],
+        spare: SpareSeats,
     ) -> None:
-        """`name` makes the streams' names unique across sessions, replicas and fences."""
+        """`name` makes the streams' names unique across sessions, replicas and fences. spare: the
+        engine's seats for streams that live beside an old one, shared by all sessions."""
         self._stage = stage
         self._name = name
         self._feed_stage = feed
         self._close_stage = close
+        self._spare = spare
         self._numbers = itertools.count(1)
         self._stream: str | None = None
         self._generation = 0
@@ -80,8 +85,14 @@ class EngineStream(Generic[_Part, _Answer]):
         return await self._feed(StreamFeed(stream, unit, False, position, parts, rules))
 
     async def rebuild(self, unit: int, parts: tuple[_Part, ...], rules: bytes) -> _Answer:
-        """Open a new stream with a whole prompt; the old one is closed after the answer."""
+        """Open a new stream with a whole prompt; the old one is let go after the answer, or before
+        if the engine has no seat for both."""
         old = self._stream if self.live else None
+        if old is not None and not self._spare.try_take():
+            self._stream = None
+            # Also if this call is given up: `close` waits for it then.
+            await asyncio.shield(self._close_soon(old))
+            old = None
         stream = f"{self._name}/{next(self._numbers)}"
         generation = self._stage.generation
         try:
@@ -93,7 +104,7 @@ class EngineStream(Generic[_Part, _Answer]):
             raise
         finally:
             if old is not None:
-                self._close_soon(old)
+                self._close_soon(old).add_done_callback(lambda _: self._spare.give_back())
 
     async def _feed(self, feed: StreamFeed[_Part]) -> _Answer:
         try:
@@ -110,10 +121,11 @@ class EngineStream(Generic[_Part, _Answer]):
                 self._stream = None
             raise
 
-    def _close_soon(self, stream: str) -> None:
+    def _close_soon(self, stream: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(self._close_stream(stream))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     async def _close_stream(self, stream: str) -> None:
         try:
@@ -137,23 +149,35 @@ ThinkerStream = EngineStream[ThinkerPart, ThinkerAnswer]
 TalkerStream = EngineStream[TalkerPart, TalkerAnswer]
 
 
-def thinker_stream(stage: ThinkerStage, session: str, fence: int) -> ThinkerStream:
+def thinker_stream(stages: StageSet, session: str, fence: int) -> ThinkerStream:
+    stage = stages.thinker
+
     def feed(f: StreamFeed[ThinkerPart]) -> Awaitable[ThinkerAnswer]:
         return stage.feed(
             ThinkerFeed(session, f.stream, f.unit, f.opens, f.position, f.parts, f.rules)
         )
 
     return EngineStream(
-        stage, f"{session}/{fence}", feed, lambda stream: stage.close(ThinkerClose(stream))
+        stage,
+        f"{session}/{fence}",
+        feed,
+        lambda stream: stage.close(ThinkerClose(stream)),
+        stages.thinker_spare,
     )
 
 
-def talker_stream(stage: TalkerStage, session: str, fence: int) -> TalkerStream:
+def talker_stream(stages: StageSet, session: str, fence: int) -> TalkerStream:
+    stage = stages.talker
+
     def feed(f: StreamFeed[TalkerPart]) -> Awaitable[TalkerAnswer]:
         return stage.feed(
             TalkerFeed(session, f.stream, f.unit, f.opens, f.position, f.parts, f.rules)
         )
 
     return EngineStream(
-        stage, f"{session}/{fence}", feed, lambda stream: stage.close(TalkerClose(stream))
+        stage,
+        f"{session}/{fence}",
+        feed,
+        lambda stream: stage.close(TalkerClose(stream)),
+        stages.talker_spare,
     )

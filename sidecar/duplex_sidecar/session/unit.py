@@ -211,9 +211,12 @@ class UnitRunner:
             speech = await self._speak(after, speech, answered, watch, committing)
         except asyncio.CancelledError:
             committing.cancel()
-            raise
-        finally:
             await asyncio.gather(committing, return_exceptions=True)
+            raise
+        except Exception:
+            # The answer counts all the same, even if it cannot be spoken.
+            await asyncio.gather(committing, return_exceptions=True)
+            raise
         self._metrics.unit(UnitDecision(facts.decision), watch.wall_ms, UNIT_MS)
         return after, speech
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_VARIABLE = "DUPLEX_PARENT_PID"
@@ -37,19 +38,37 @@ def die_with_stage() -> None:
     if marked is None or marked == str(os.getpid()):
         return
     die_with_parent()
-    if os.getppid() != int(marked) and not _is_alive(int(marked)):
+    status = _status(int(marked))
+    if os.getppid() != int(marked) and (status is None or status.is_zombie):
         # It ended between our start and the call: nobody will send the signal any more.
         os._exit(1)
     mark_children()
 
 
-def _is_alive(pid: int) -> bool:
-    """False for a zombie, too."""
+class _Status(NamedTuple):
+    is_zombie: bool
+    group: int
+
+
+def _status(pid: int) -> _Status | None:
+    """From /proc; None when there is no such process (any more)."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
+        return None
+    return _Status(is_zombie=fields[0] == "Z", group=int(fields[2]))
+
+
+def group_runs(group: int) -> bool:
+    """Whether any process of the group runs. Zombies do not: where process 1 collects nobody, the
+    orphans of a killed stage stay zombies for ever."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    statuses = (_status(pid) for pid in pids)
+    return any(s is not None and s.group == group and not s.is_zombie for s in statuses)
 
 
 def kill_own_group() -> None:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from duplex_sidecar.stages.envelope import Health, HealthReport
 from duplex_sidecar.stages.errors import StageError
+from duplex_sidecar.stages.family import group_runs
 from duplex_sidecar.stages.link import StageLink
 
 _LOG_ROTATE_BYTES = 4 * 1024 * 1024
@@ -333,9 +334,7 @@ class _Keeper:
 async def _group_is_gone(group: int) -> bool:
     """Whether nothing of the process group is left, or leaves within a second."""
     for _ in range(_SWEEP_POLLS):
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
+        if not group_runs(group):
             return True
         await asyncio.sleep(_SWEEP_POLL_S)
     return False

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from duplex_sidecar.checkpoint.config import CheckpointConfig
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.folder import write_state_dict
 from duplex_sidecar.checkpoint.headers import TensorHeader, read_state_dict_header
@@ -111,7 +110,7 @@ def test_shards_are_followed(folder: Path) -> None:
     (folder / "b.safetensors").unlink()
     findings = found(folder)
     assert ("b.safetensors", "", Problem.BAD_FILE) in findings
-    assert len(findings) > 100
+    assert len(findings) > 50
 
 
 def test_an_index_that_disagrees_with_its_shards(folder: Path) -> None:

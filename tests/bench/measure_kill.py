@@ -1,0 +1,155 @@
+"""A sidecar's whole tree is killed; how long until the conversation goes on at a second one?
+
+The session wanders: what takes it over from the first victim is the next victim, and each time the
+one after that is started and ready before the kill. A client holds the next unit, as a microphone
+would have recorded it meanwhile, dials the second sidecar at once and sends it.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+
+from duplex_sidecar.client.local_sidecar import LocalSidecar
+from tests.bench.client import ANSWER_TIMEOUT_S, Seen, Unit, UnitClient, quiet_at_end, script
+from tests.bench.figures import Broken, Figure
+from tests.bench.rig import Rig
+from tests.bench.scenarios import CONTEXT
+from tests.bench.stats import spread
+
+AGAIN_S = 3.0
+UNITS_BETWEEN = 6
+MOST_UNITS_BETWEEN = 30
+IN_FLIGHT_S = 0.02
+"""A kill in the middle of a unit comes so long after its last slice."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Seconds from the SIGKILL. proven: the second sidecar is told of the death, else the lease has
+    to run out. in_flight: a unit was under way. audio_s: first sound of the next unit, None when it
+    listened."""
+
+    proven: bool
+    in_flight: bool
+    killed_s: float
+    resumed_s: float
+    next_unit_s: float
+    audio_s: float | None
+    decision: str
+    first_unit: int
+
+
+def measure_kill(rig: Rig, first: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
+    """`first` is the first victim. Raises Broken, ApiError, SidecarFailed."""
+    proven, unproven = (2, 1) if rig.quick else (6, 2)
+    client = rig.open(first, CONTEXT)
+    client.dial()
+    walk = _Walk(rig, client, script(rig.speech, 600, forced=rig.forced))
+    kills: list[Kill] = []
+    try:
+        for number in range(proven + unproven):
+            second, _ = rig.start_sidecar(f"second-{number}")
+            kills.append(walk.kill(second, proven=number < proven, in_flight=number % 2 == 1))
+        client.close_session()
+    finally:
+        client.hang_up()
+    client.sidecar.stop()
+    return _figures(kills), {"kills": [_row(kill) for kill in kills], "units": walk.seq}
+
+
+class _Walk:
+    """The wandering session."""
+
+    def __init__(self, rig: Rig, client: UnitClient, units: list[Unit]) -> None:
+        self.seq = 0
+        self._rig = rig
+        self._client = client
+        self._units = units
+
+    def kill(self, second: LocalSidecar, *, proven: bool, in_flight: bool) -> Kill:
+        self._talk_up_to_a_reply()
+        client, victim = self._client, self._client.sidecar
+        pending = self._next_unit()
+        if in_flight:
+            client.send(pending, self.seq + 1)
+            time.sleep(IN_FLIGHT_S)
+        began = time.perf_counter()
+        victim.kill_tree()
+        killed_s = time.perf_counter() - began
+        client.hang_up()
+        if proven:
+            second.declare_dead(victim.settings.replica)
+        client.sidecar = second
+        facts = client.dial(resume=True, for_s=ANSWER_TIMEOUT_S)
+        resumed_s = time.perf_counter() - began
+        seen = self._go_on(pending, int(facts["next_unit"]), began)
+        return Kill(
+            proven=proven,
+            in_flight=in_flight,
+            killed_s=killed_s,
+            resumed_s=resumed_s,
+            next_unit_s=seen.client_ms / 1000,
+            audio_s=None if seen.first_audio_ms is None else seen.first_audio_ms / 1000,
+            decision=seen.decision,
+            first_unit=seen.unit,
+        )
+
+    def _talk_up_to_a_reply(self) -> None:
+        """At least a few units, then on until the next one will very likely be spoken."""
+        for number in range(MOST_UNITS_BETWEEN):
+            upcoming = self._next_unit()
+            if number >= UNITS_BETWEEN and self._speaks_at(upcoming):
+                return
+            self._client.say(upcoming, self.seq + 1)
+            self.seq += 1
+        raise Broken(f"nothing in {MOST_UNITS_BETWEEN} units that would be answered")
+
+    def _speaks_at(self, unit: Unit) -> bool:
+        if self._rig.forced:
+            return not unit.force_listen
+        return quiet_at_end(unit.pcm_s16le)
+
+    def _go_on(self, pending: Unit, next_unit: int, began: float) -> Seen:
+        """The first unit that had not been answered before the kill. `next_unit` is what the second
+        sidecar wants to hear: the pending one, or the one behind it if that was accepted."""
+        wanted = self.seq + 1
+        if next_unit not in (wanted, wanted + 1):
+            raise Broken(f"unit {next_unit} follows on unit {self.seq}")
+        if next_unit == wanted:
+            self._client.send(pending, wanted, gap_s=0.0)
+        seen = self._client.wait(wanted, began)
+        self.seq = wanted
+        return seen
+
+    def _next_unit(self) -> Unit:
+        return self._units[self.seq % len(self._units)]
+
+
+def _figures(kills: list[Kill]) -> list[Figure]:
+    figures: list[Figure] = []
+    for proven, how in ((True, "proof of death"), (False, "no proof: the lease runs out")):
+        some = [kill for kill in kills if kill.proven is proven]
+        whole = spread([max(kill.next_unit_s, kill.audio_s or 0.0) for kill in some])
+        spoken = [kill.audio_s for kill in some if kill.audio_s is not None]
+        audio = spread(spoken)
+        resumed = spread([kill.resumed_s for kill in some])
+        note = f"{len(some)} kills, {len(spoken)} with sound"
+        figures += [
+            Figure(
+                f"kill to the next unit and its audio, {how}, p50",
+                whole.p50 if whole else None,
+                "s",
+                AGAIN_S if proven else None,
+                note,
+            ),
+            Figure(f"the same, {how}, slowest", whole.most if whole else None, "s"),
+            Figure(f"kill to first sound, {how}, p50", audio.p50 if audio else None, "s"),
+            Figure(f"kill to resumed, {how}, p50", resumed.p50 if resumed else None, "s"),
+        ]
+    return figures
+
+
+def _row(kill: Kill) -> dict[str, object]:
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in asdict(kill).items()
+    }

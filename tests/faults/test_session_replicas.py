@@ -1,0 +1,424 @@
+"""A replica dies at any point of a unit, another one takes the session up: the same tokens, every
+event exactly once, a new epoch at chunk 0."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.errors import LeaseLost
+from duplex_sidecar.ledger.records import Redo
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.protocol.events import Closed
+from duplex_sidecar.session.actor import Phase
+from duplex_sidecar.stages.errors import StageFault
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from fake_stage import Pause
+from session_kit import (
+    MODES,
+    RATE_HZ,
+    TOKEN,
+    Caller,
+    Mode,
+    Replica,
+    Terms,
+    check_events,
+    check_prompts,
+    check_stage2,
+    committed,
+    eventually,
+    frames_of,
+    replica,
+    tokens,
+    undisturbed,
+    with_camera,
+)
+
+pytestmark = pytest.mark.fault
+UNITS = 60
+POINTS = (
+    ("encoder", False),
+    ("encoder", True),
+    ("thinker", False),
+    ("thinker", True),
+    ("talker", False),
+    ("talker", True),
+    ("code2wav", False),
+    ("code2wav", True),
+)
+"""Where the lost owner's unit stands: not accepted; accepted, not committed; committed, not said."""
+
+
+def no_frames(_: int) -> tuple[bytes, ...]:
+    return ()
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Fleet:
+    """Replicas that are started one after another; a lost one keeps standing where it was."""
+
+    def __init__(self, url: str, stack: AsyncExitStack) -> None:
+        self._url = url
+        self._stack = stack
+        self.replicas: list[Replica] = []
+
+    async def start(self) -> Replica:
+        name = f"replica-{len(self.replicas)}"
+        started = await self._stack.enter_async_context(replica(self._url, name))
+        for lost in self.replicas:
+            started.registry.declare_dead(lost.name)
+        self.replicas.append(started)
+        return started
+
+
+@pytest.fixture
+async def fleet(valkey: EmbeddedValkey) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        yield Fleet(valkey.url, stack)
+
+
+def speaking_units(caller: Caller) -> set[int]:
+    return {unit.unit for unit in caller.units if unit.audio_samples}
+
+
+async def stand_still(here: Replica, caller: Caller, stage: str, after: bool, unit: int) -> bool:
+    """Let the unit get to that point. False: it did not need the stage."""
+    pause: Pause = getattr(here.stages, stage).pause(unit, after=after)
+    await caller.say(unit)
+    reached = asyncio.create_task(pause.reached.wait())
+    done = asyncio.create_task(caller.until_unit(unit))
+    try:
+        await asyncio.wait({reached, done}, return_when=asyncio.FIRST_COMPLETED)
+        return reached.done()
+    finally:
+        reached.cancel()
+        done.cancel()
+        await asyncio.gather(reached, done, return_exceptions=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("camera", [False, True], ids=["audio", "camera"])
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+async def test_a_conversation_over_many_deaths(
+    valkey: EmbeddedValkey, fleet: Fleet, mode: Mode, camera: bool, greedy: bool
+) -> None:
+    session = f"deaths-{mode}-{camera}-{greedy}"
+    terms = Terms(mode, greedy=greedy)
+    terms, frames = (with_camera(terms), frames_of) if camera else (terms, no_frames)
+    calm, _ = await undisturbed(valkey.url, f"calm-{session}", terms, UNITS, frames=frames)
+
+    here = await fleet.start()
+    await here.open(session, terms)
+    caller = Caller(session, frames=frames)
+    await caller.dial(here)
+    unit = 0
+    stood: list[tuple[int, str]] = []
+    for stage, after in POINTS:
+        unit += 3
+        await caller.talk(unit)
+        while True:
+            unit += 1
+            if await stand_still(here, caller, stage, after, unit):
+                break
+        stood.append((unit, stage))
+        here = await fleet.start()
+        opened = await caller.dial(here)
+        # Before the accept the input is lost with the replica, after it never.
+        heard = unit - 1 if stage == "encoder" else unit
+        assert opened.acknowledged_sample == RATE_HZ * heard
+        assert opened.next_unit == heard + 1
+        assert opened.resumed
+    await caller.talk(UNITS)
+    check_events(caller)
+
+    assert await tokens(here.ledger, session) == calm
+    check_prompts([each.stages for each in fleet.replicas], session, terms, calm, caller, frames)
+    redone = {
+        entry.record.seq
+        for entry in (await here.ledger.load(session)).entries
+        if isinstance(entry.record, Redo)
+    }
+    assert redone == {unit for unit, stage in stood if stage == "thinker"}
+    for each in fleet.replicas:
+        check_stage2(each.stages, session)
+    epochs = [epoch for each in fleet.replicas for epoch in check_stage2(each.stages, session)]
+    assert sorted(set(epochs)) == list(range(max(epochs) + 1))
+    assert [unit.replica for unit in caller.units] == sorted(unit.replica for unit in caller.units)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_death_between_two_units_is_one_rebuild(
+    valkey: EmbeddedValkey, fleet: Fleet, mode: Mode
+) -> None:
+    session, terms = f"between-{mode}", Terms(mode)
+    calm, _ = await undisturbed(valkey.url, f"calm-{session}", terms, UNITS)
+    here = await fleet.start()
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    for unit in (1, 2, 15, 16, 40, UNITS):
+        await caller.talk(unit)
+        if unit < UNITS:
+            here = await fleet.start()
+            await caller.dial(here)
+    check_events(caller)
+    assert await tokens(here.ledger, session) == calm
+    check_prompts([each.stages for each in fleet.replicas], session, terms, calm, caller)
+    causes = {unit.unit: unit.rebuild_cause for unit in caller.units}
+    for first in (2, 3, 16, 17, 41):
+        assert causes[first] == "replica_restart" or (causes[first] == "slide" and mode != "off")
+    for second in (4, 18, 42):
+        assert causes[second] in ((None,) if mode == "off" else (None, "slide"))
+
+
+async def test_mode_off_keeps_nothing_after_a_recovery(fleet: Fleet) -> None:
+    here = await fleet.start()
+    await here.open("bare", Terms("off"))
+    caller = Caller("bare")
+    await caller.dial(here)
+    await caller.talk(8)
+    here = await fleet.start()
+    await caller.dial(here)
+    retained = here.registry.live["bare"]._runner._retained
+    assert (len(retained), retained.held_bytes) == (0, 0)
+    unit = 8
+    while not await stand_still(here, caller, "talker", False, unit + 1):
+        unit += 1
+    here = await fleet.start()
+    await caller.dial(here)
+    retained = here.registry.live["bare"]._runner._retained
+    assert (len(retained), retained.held_bytes) == (0, 0)
+    assert caller.units[-1].unit == unit
+
+
+async def test_the_first_unit_is_redone_at_the_rate_it_came_in(
+    valkey: EmbeddedValkey, fleet: Fleet
+) -> None:
+    """Nothing is committed yet: the rate is that of the open unit."""
+    calm, _ = await undisturbed(valkey.url, "calm-first", Terms("context"), 5)
+    here = await fleet.start()
+    await here.open("first", Terms("context"))
+    caller = Caller("first")
+    await caller.dial(here)
+    assert await stand_still(here, caller, "thinker", False, 1)
+    here = await fleet.start()
+    opened = await caller.dial(here)
+    assert (opened.input_rate_hz, opened.next_unit) == (RATE_HZ, 2)
+    await caller.talk(5)
+    check_events(caller)
+    assert caller.failures == []
+    assert await tokens(here.ledger, "first") == calm
+
+
+async def test_an_owner_wrongly_declared_dead_says_nothing_more(
+    valkey: EmbeddedValkey, fleet: Fleet
+) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-zombie", Terms("context"), 20)
+    zombie = await fleet.start()
+    await zombie.open("zombie", Terms("context"))
+    caller = Caller("zombie")
+    await caller.dial(zombie)
+    await caller.talk(9)
+    pause = zombie.stages.thinker.pause(10)
+    await caller.say(10)
+    await pause.reached.wait()
+    old = caller.attachment
+    assert old is not None
+    here = await fleet.start()
+    await caller.dial(here)
+    await caller.until_unit(10)
+    pause.go.set()
+    seen = []
+    while (event := await old.next_event()) is not None:
+        seen.append(event)
+    assert [type(event) for event in seen] == [Closed]
+    assert seen[0].code is ErrorCode.LEASE_LOST
+    await eventually(lambda: not zombie.registry.live)
+    assert zombie.stages.held() == []
+    await caller.talk(20)
+    check_events(caller)
+    assert await tokens(here.ledger, "zombie") == calm
+    with pytest.raises(ClientError) as error:
+        await old.submit(object())  # type: ignore[arg-type]
+    assert error.value.code is ErrorCode.LEASE_LOST
+
+
+async def test_a_replica_takes_its_own_session_again(valkey: EmbeddedValkey) -> None:
+    """The same stages, which may still hold what the lost owner left in them."""
+    calm, _ = await undisturbed(valkey.url, "calm-again", Terms("context"), UNITS)
+    async with replica(valkey.url, "first") as first:
+        await first.open("again", Terms("context"))
+        caller = Caller("again")
+        await caller.dial(first)
+        await caller.talk(20)
+        unit = 20
+        while not await stand_still(first, caller, "code2wav", True, unit + 1):
+            unit += 1
+        async with replica(valkey.url, "second", stages=first.stages) as second:
+            second.registry.declare_dead("first")
+            await caller.dial(second)
+            await caller.talk(UNITS)
+            check_events(caller)
+            assert await tokens(second.ledger, "again") == calm
+            check_prompts([second.stages], "again", Terms("context"), calm, caller)
+
+
+async def test_an_orderly_shutdown_lets_go_at_once(valkey: EmbeddedValkey) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-drain", Terms("basic"), 30)
+    caller = Caller("drain")
+    async with replica(valkey.url, "leaves") as leaves:
+        await leaves.open("drain", Terms("basic"))
+        await caller.dial(leaves)
+        await caller.talk(12)
+        assert await stand_still(leaves, caller, "thinker", True, 13)
+        await leaves.registry.close()
+        assert (leaves.registry.free_slots, leaves.stages.held()) == (4, [])
+        closed = await caller.until(lambda event: isinstance(event, Closed))
+        assert isinstance(closed, Closed)
+        assert closed.code is ErrorCode.LEASE_LOST
+        with pytest.raises(ClientError) as error:
+            await leaves.registry.attach("drain", TOKEN, None)
+        assert error.value.code is ErrorCode.NOT_READY
+    async with replica(valkey.url, "comes") as comes:
+        # Nobody was declared dead: the lease was given back.
+        async with asyncio.timeout(2):
+            await caller.dial(comes)
+        await caller.talk(30)
+        check_events(caller)
+        assert await tokens(comes.ledger, "drain") == calm
+
+
+async def test_a_lease_that_nobody_proves_lost_runs_out(
+    fleet: Fleet, valkey: EmbeddedValkey
+) -> None:
+    here = await fleet.start()
+    await here.open("expires", Terms("context"))
+    caller = Caller("expires")
+    await caller.dial(here)
+    await caller.talk(3)
+    # As after a SIGKILL: nobody renews.
+    await here.registry.live["expires"]._keeper.stop()
+    async with replica(valkey.url, "heir") as heir:
+        await caller.dial(heir)
+        await caller.talk(5)
+        check_events(caller)
+
+
+async def test_a_unit_that_was_tried_often_enough_ends_the_session(fleet: Fleet) -> None:
+    here = await fleet.start()
+    await here.open("cursed", Terms("context"))
+    caller = Caller("cursed")
+    await caller.dial(here)
+    await caller.talk(4)
+    assert await stand_still(here, caller, "thinker", False, 5)
+    for _ in range(2):
+        # The successor recovers and gets stuck in the same unit.
+        here = await fleet.start()
+        pause = here.stages.thinker.pause(5)
+        await here.registry.attach("cursed", TOKEN, caller.last_sequence)
+        await pause.reached.wait()
+    here = await fleet.start()
+    with pytest.raises(ClientError) as error:
+        await here.registry.attach("cursed", TOKEN, caller.last_sequence)
+    assert error.value.code is ErrorCode.UNIT_FAILED
+    assert here.registry.free_slots == 4
+    with pytest.raises(ClientError) as error:
+        await here.registry.attach("cursed", TOKEN, caller.last_sequence)
+    assert error.value.code is ErrorCode.SESSION_ENDED
+
+
+async def test_a_stage_lost_during_the_recovery(valkey: EmbeddedValkey, fleet: Fleet) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-both", Terms("context"), 30)
+    for point in ("thinker", "talker"):
+        session = f"both-{point}"
+        here = await fleet.start()
+        await here.open(session, Terms("context"))
+        caller = Caller(session)
+        await caller.dial(here)
+        unit = 10
+        await caller.talk(unit)
+        while not await stand_still(here, caller, point, False, unit + 1):
+            unit += 1
+        here = await fleet.start()
+        here.stages.thinker.fail(unit + 1, StageFault.GONE, after=True)
+        here.stages.encoder.fail(unit, StageFault.GONE)
+        here.stages.encoder.fail(unit + 1, StageFault.GONE)
+        here.stages.talker.fail(unit + 1, StageFault.GONE)
+        await caller.dial(here)
+        await caller.talk(30)
+        check_events(caller)
+        assert await tokens(here.ledger, session) == calm
+        check_prompts(
+            [each.stages for each in fleet.replicas], session, Terms("context"), calm, caller
+        )
+
+
+async def test_a_client_waits_for_a_recovery_and_may_leave_during_it(fleet: Fleet) -> None:
+    here = await fleet.start()
+    await here.open("slow", Terms("context"))
+    caller = Caller("slow")
+    await caller.dial(here)
+    await caller.talk(6)
+    assert await stand_still(here, caller, "thinker", False, 7)
+    here = await fleet.start()
+    pause = here.stages.thinker.pause(7)
+    impatient = await here.registry.attach("slow", TOKEN, caller.last_sequence)
+    await pause.reached.wait()
+    actor = here.registry.live["slow"]
+    assert actor.phase is Phase.OPENING
+    await impatient.detach()
+    dialing = asyncio.create_task(caller.dial(here))
+    await asyncio.sleep(0.02)
+    assert not dialing.done()
+    pause.go.set()
+    opened = await dialing
+    assert (opened.next_unit, opened.acknowledged_sample) == (8, 7 * RATE_HZ)
+    await caller.talk(9)
+    check_events(caller)
+
+
+async def test_ending_during_a_recovery(fleet: Fleet) -> None:
+    here = await fleet.start()
+    await here.open("cut", Terms("context"))
+    caller = Caller("cut")
+    await caller.dial(here)
+    await caller.talk(6)
+    assert await stand_still(here, caller, "thinker", False, 7)
+    here = await fleet.start()
+    pause = here.stages.thinker.pause(7)
+    waiting = await here.registry.attach("cut", TOKEN, caller.last_sequence)
+    await pause.reached.wait()
+    async with asyncio.timeout(2):
+        assert await here.registry.end("cut")
+    closed = await waiting.next_event()
+    assert isinstance(closed, Closed)
+    assert closed.code is ErrorCode.SESSION_ENDED
+    assert (await here.ledger.reader.meta("cut")).reason == ErrorCode.SESSION_ENDED  # type: ignore[union-attr]
+    assert (here.registry.free_slots, here.stages.held()) == (4, [])
+
+
+async def test_a_lost_owner_cannot_write(fleet: Fleet) -> None:
+    """What the tests above stand on: the fence."""
+    here = await fleet.start()
+    await here.open("fence", Terms("context"))
+    caller = Caller("fence")
+    await caller.dial(here)
+    await caller.talk(2)
+    lost = here.registry.live["fence"]._durable
+    successor = await fleet.start()
+    await caller.dial(successor)
+    with pytest.raises(LeaseLost):
+        await lost.redo(2, 1, "engine_restart")
+    assert len(await committed(successor.ledger, "fence")) == 2
