@@ -4,6 +4,7 @@ comes back has every event once, byte for byte."""
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from support.realtime import (
     UNIT_SAMPLES,
     Gone,
     Heard,
+    RealtimeClient,
     append_event,
     conversing,
     dialled,
@@ -214,73 +216,67 @@ async def test_a_flood_is_refused_by_name_and_concerns_nobody_else(sidecar: Loca
         assert memory().rss - before < 400 * 1024 * 1024
 
 
-def deaf_socket(port: int) -> socket.socket:
-    """Takes next to nothing while its client does not read."""
+def deaf(port: int) -> dict[str, Any]:
+    """Options of a connection that takes next to nothing while its client does not read."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     connection.connect(("127.0.0.1", port))
     connection.setblocking(False)
-    return connection
+    return {"sock": connection, "max_queue": 1, "ping_interval": None, "close_timeout": 1}
 
 
-async def test_who_does_not_read_is_cut_off_and_can_resume(sidecar: LocalSidecar) -> None:
+async def fill_up(client: RealtimeClient) -> None:
+    """Ask for more answers than the kernel, the server and the session's outbox hold; slowly enough
+    that a client which reads would get them all."""
+    for _ in range(60):
+        for _ in range(100):
+            await client.send({"type": "session.heartbeat", "event_id": "x" * 500})
+        await asyncio.sleep(0.01)
+
+
+async def test_who_does_not_read_is_cut_off_and_nobody_else(sidecar: LocalSidecar) -> None:
+    """Nothing stays of one that never reads again; one that reads at last learns why and resumes."""
     session, token = await asyncio.to_thread(new_session, sidecar, manifest())
+    never, never_token = await asyncio.to_thread(new_session, sidecar, manifest())
+    port = sidecar.settings.port
     heard = Heard()
-    deaf = {
-        "sock": deaf_socket(sidecar.settings.port),
-        "max_queue": 1,
-        "ping_interval": None,
-        "close_timeout": 1,
-    }
+
+    async def cut_off() -> bool:
+        return (await view(sidecar, session))["attached"] is False
+
+    async def forgotten() -> bool:
+        server = sidecar.process
+        assert server is not None
+        held = psutil.Process(server.pid).net_connections("tcp")
+        return all(not each.raddr or each.raddr.port != never_port for each in held)
+
     async with (
         conversing(sidecar, manifest()) as other,
-        joined(sidecar, session, token, heard=heard, **deaf) as client,
+        joined(sidecar, never, never_token, **deaf(port)) as silent,
+        joined(sidecar, session, token, heard=heard, **deaf(port)) as client,
     ):
+        never_port = silent.socket.local_address[1]
         await client.speak(speech(6))
         await client.until_unit(2)
-        beat = {"type": "session.heartbeat", "event_id": "x" * 500}
-        talking = asyncio.create_task(other.speak(speech(10)))
-        # Until the kernel's buffers, the server's and the session's outbox are full.
-        for _ in range(20_000):
-            await client.send(beat)
-        await talking
+        await asyncio.gather(fill_up(client), fill_up(silent))
+        await other.speak(speech(10))
         await other.until_unit(10)
         other.heard.assert_whole()
-
-        async def cut_off() -> bool:
-            return (await view(sidecar, session))["attached"] is False
-
         await eventually(cut_off, "the client that does not read is cut off")
-        # It reads at last: what was on its way, and why there is no more.
         assert await client.until_closed() == (4008, "slow_consumer")
+        await eventually(forgotten, "the server lets the silent connection go")
     async with joined(sidecar, session, token, heard=heard, resume=True) as client:
         await client.until_unit(6)
         await client.speak(speech(1))
         await client.until_unit(7)
         heard.assert_whole()
         await client.close_session()
+    await end(sidecar, never)
 
 
-async def test_who_never_reads_again_keeps_no_connection(sidecar: LocalSidecar) -> None:
-    """Also its socket is gone soon after: nothing waits for it."""
-    session, token = await asyncio.to_thread(new_session, sidecar, manifest())
-    deaf = {
-        "sock": deaf_socket(sidecar.settings.port),
-        "max_queue": 1,
-        "ping_interval": None,
-        "close_timeout": 1,
-    }
-    async with joined(sidecar, session, token, **deaf) as client:
-        local_port = client.socket.local_address[1]
-        beat = {"type": "session.heartbeat", "event_id": "x" * 500}
-        for _ in range(20_000):
-            await client.send(beat)
-
-        async def forgotten() -> bool:
-            server = sidecar.process
-            assert server is not None
-            held = psutil.Process(server.pid).net_connections("tcp")
-            return all(not each.raddr or each.raddr.port != local_port for each in held)
-
-        await eventually(forgotten, "the server lets the connection go")
-    await end(sidecar, session)
+async def test_who_reads_may_ask_as_often_as_it_likes(sidecar: LocalSidecar) -> None:
+    async with conversing(sidecar, manifest()) as client:
+        asking = asyncio.create_task(fill_up(client))
+        for _ in range(6_000):
+            await client.until("session.heartbeat_ack")
+        await asking

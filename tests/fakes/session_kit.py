@@ -19,7 +19,6 @@ from PIL import Image
 from duplex_api.manifest import load_manifest
 from duplex_api.session import DuplexSession
 from duplex_sidecar.admission.seats import SpareSeats
-from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.ledger.records import Committed
 from duplex_sidecar.ledger.store import Ledger

@@ -12,8 +12,9 @@ import pytest
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost
 from duplex_sidecar.ledger.records import Redo
+from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Closed
+from duplex_sidecar.protocol.events import Closed, Event, InputAccepted
 from duplex_sidecar.session.actor import Phase
 from duplex_sidecar.stages.errors import StageFault
 
@@ -51,7 +52,7 @@ POINTS = (
     ("code2wav", False),
     ("code2wav", True),
 )
-"""Where the lost owner's unit stands: not accepted; accepted, not committed; committed, not said."""
+"""Where the lost owner's unit stands: not accepted; accepted only; committed, but not said."""
 
 
 def no_frames(_: int) -> tuple[bytes, ...]:
@@ -240,18 +241,20 @@ async def test_an_owner_wrongly_declared_dead_says_nothing_more(
     await caller.dial(here)
     await caller.until_unit(10)
     pause.go.set()
-    seen = []
+    seen: list[Event] = []
     while (event := await old.next_event()) is not None:
         seen.append(event)
-    assert [type(event) for event in seen] == [Closed]
-    assert seen[0].code is ErrorCode.LEASE_LOST
+    assert seen == [
+        InputAccepted(10, 9 * RATE_HZ, 10 * RATE_HZ),
+        Closed(ErrorCode.LEASE_LOST, "another replica runs the session"),
+    ]
     await eventually(lambda: not zombie.registry.live)
     assert zombie.stages.held() == []
     await caller.talk(20)
     check_events(caller)
     assert await tokens(here.ledger, "zombie") == calm
     with pytest.raises(ClientError) as error:
-        await old.submit(object())  # type: ignore[arg-type]
+        await old.submit(Heartbeat())
     assert error.value.code is ErrorCode.LEASE_LOST
 
 

@@ -23,10 +23,10 @@ Json = dict[str, Any]
 
 
 class Gone(AssertionError):
-    """The server closed the connection while the test still waited for an event."""
+    """The server closed the connection while the test still wanted something of it."""
 
-    def __init__(self, code: int, reason: str, waited_for: str) -> None:
-        super().__init__(f"closed with {code} {reason!r} while waiting for {waited_for}")
+    def __init__(self, code: int, reason: str, wanted: str) -> None:
+        super().__init__(f"closed with {code} {reason!r}; wanted: {wanted}")
         self.code = code
         self.reason = reason
 
@@ -85,7 +85,11 @@ class RealtimeClient:
         self.sent_samples = 0
 
     async def send(self, event: Json | str | bytes) -> None:
-        await self.socket.send(json.dumps(event) if isinstance(event, dict) else event)
+        """Raises Gone."""
+        try:
+            await self.socket.send(json.dumps(event) if isinstance(event, dict) else event)
+        except ConnectionClosed as closed:
+            raise Gone(*close_of(closed), "room to send") from closed
 
     async def format(self, kind: str = "audio/pcm", rate: int | None = UNIT_SAMPLES) -> Json:
         """Declare the input format and wait for the answer."""
@@ -150,8 +154,8 @@ class RealtimeClient:
         """Send what the server closes the connection for. Its close code."""
         try:
             await self.send(event)
-        except ConnectionClosed as closed:
-            return close_of(closed)[0]
+        except Gone as gone:
+            return gone.code
         return (await self.until_closed())[0]
 
     async def close_session(self) -> Json:

@@ -79,7 +79,7 @@ def write_shards(folder: Path, config: CheckpointConfig, seed: int, shard_bytes:
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {
-            name: transformer_tensor(name, shapes[name], config, seed).to(torch.bfloat16)
+            name: transformer_tensor(name, shapes[name], config, seed, torch.bfloat16)
             for name in names
         }
         write_tensors(folder / file_name, tensors)

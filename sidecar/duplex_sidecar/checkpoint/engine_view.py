@@ -13,6 +13,7 @@ import msgspec
 
 from duplex_sidecar.checkpoint.config import CheckpointConfig, read_config
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
+from duplex_sidecar.checkpoint.headers import read_index
 from duplex_sidecar.checkpoint.layout import INDEX_NAME, WEIGHTS_NAME
 
 THINKER_ARCHITECTURE = "DuplexThinker"
@@ -26,10 +27,6 @@ class EngineModel(StrEnum):
 
     THINKER = "thinker"
     TALKER = "talker"
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def write_engine_view(
@@ -103,17 +100,13 @@ def _talker(config: CheckpointConfig) -> dict[str, object]:
 
 
 def _weight_files(checkpoint: Path, prefix: str) -> tuple[Path, ...]:
-    """The safetensors files that hold tensors of the prefix."""
-    index = checkpoint / INDEX_NAME
-    names: set[str] = {WEIGHTS_NAME}
-    if index.exists():
-        try:
-            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        except (OSError, msgspec.MsgspecError) as error:
-            raise CheckpointError(CheckpointFault.UNREADABLE, str(index), str(error)) from None
+    """The safetensors files that hold tensors of the prefix: the one file, else the shards."""
+    names = {WEIGHTS_NAME}
+    if not (checkpoint / WEIGHTS_NAME).exists() and (checkpoint / INDEX_NAME).exists():
+        weight_map = read_index(checkpoint / INDEX_NAME)
         names = {file for name, file in weight_map.items() if name.startswith(prefix)}
     files = tuple(checkpoint / name for name in sorted(names))
     for file in files:
-        if file.parent != checkpoint or not file.is_file():
+        if not file.is_file():
             raise CheckpointError(CheckpointFault.MISSING, str(file), "no such weight file")
     return files

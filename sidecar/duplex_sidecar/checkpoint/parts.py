@@ -9,7 +9,7 @@ from duplex_sidecar.checkpoint.layout import FLOW_NAME, HIFT_NAME, TOKENIZER_NAM
 from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
 from duplex_sidecar.checkpoint.voice import DEFAULT_VOICE, Voice, save_voice, seeded_voice
 from duplex_sidecar.checkpoint.voice_format import MAX_PROMPT_CODES
-from duplex_sidecar.checkpoint.weights import flow_tensor, hift_tensor
+from duplex_sidecar.checkpoint.weights_token2wav import flow_tensor, hift_tensor
 
 
 def write_parts(folder: Path, config: CheckpointConfig, tokenizer_data: bytes, seed: int) -> Voice:

@@ -61,17 +61,29 @@ def advance_vad(
         samples = np.concatenate((np.frombuffer(state.rest, "<f4"), samples))
     blocks = len(samples) // block
     whole, rest = samples[: blocks * block], samples[blocks * block :]
-    energy = np.square(whole.reshape(blocks, block), dtype=np.float64).mean(axis=1)
-    threshold = policy.rms_threshold * policy.rms_threshold
+    energy = np.add.reduce(np.square(whole, dtype=np.float64).reshape(blocks, block), axis=1)
+    threshold = policy.rms_threshold * policy.rms_threshold * block
     events: list[VadEvent] = []
-    for loud in (energy >= threshold).tolist():
-        state = _step(state, policy, bool(loud), block, events)
+    loud: list[bool] = (energy >= threshold).tolist()
+    if loud.count(state.speaking) == blocks:
+        state = _went_on(state, blocks * block)
+    else:
+        for one in loud:
+            state = _step(state, policy, one, block, events)
     return _with_rest(state, rest), tuple(events)
 
 
 def spoke_since(state: VadState, from_samples: int) -> bool:
     """Whether speech was heard after `from_samples`."""
     return state.speech_end_samples > from_samples
+
+
+def _went_on(state: VadState, samples: int) -> VadState:
+    """So many samples further, all in whole blocks that say what was so already."""
+    position = state.position_samples + samples
+    speech_end = position if state.speaking and samples else state.speech_end_samples
+    run = 0 if samples else state.run_blocks
+    return VadState(position, b"", state.speaking, run, speech_end)
 
 
 def _step(

@@ -6,7 +6,6 @@ client can attach, leave or close while it is under way. Whatever ends the sessi
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -206,10 +205,15 @@ class SessionActor:
                 self._greeting.cancel()
 
     async def end(self, code: ErrorCode, detail: str) -> None:
-        """End from outside (the admin API, a shutdown). Returns when it is over."""
+        """End from outside (the admin API). Returns when it is over."""
         self._asked_to_end = _Ending(code, detail, for_good=True)
         self._wake.set()
         await self.ended.wait()
+
+    def let_go(self) -> None:
+        """End here, so that another replica may go on. `ended` tells when that is done."""
+        self._asked_to_end = self._asked_to_end or _SHUT_DOWN
+        self._wake.set()
 
     def publish(self, event: Event) -> None:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
@@ -223,8 +227,8 @@ class SessionActor:
     # --- the one task -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the session is over or another owner has it. Raises nothing but the cancellation
-        that makes it let go of the session."""
+        """Until the session is over or another owner has it. Raises nothing but a cancellation,
+        after which nothing is left to do either."""
         ending = _SHUT_DOWN
         try:
             ending = await self._until_over()
@@ -268,9 +272,11 @@ class SessionActor:
 
     async def _rest(self) -> None:
         """Until something waits for the loop, or the clock wants to be looked at."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TICK_S):
-                await self._wake.wait()
+        tick = asyncio.get_running_loop().call_later(TICK_S, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            tick.cancel()
         self._wake.clear()
 
     # --- work -------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class SessionRegistry:
             raise ClientError(ErrorCode.INVALID_EVENT, "the token is empty or too long", "token")
         if (complaint := name_complaint(session)) is not None:
             raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
+        self._require_open()
         async with self._only_caller(session):
             entry = self._live.get(session)
             if entry is not None:
@@ -140,6 +141,7 @@ class SessionRegistry:
     async def attach(self, session: str, token: str, last_sequence: int | None) -> ClientAttachment:
         if name_complaint(session) is not None or not tokens_acceptable(token):
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+        self._require_open()
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
         async with self._only_caller(session):
@@ -221,10 +223,9 @@ class SessionRegistry:
         """Let go of all sessions: their ledgers stay open for another replica. None starts any
         more."""
         self._closed = True
-        tasks = [entry.task for entry in self._live.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for entry in self._live.values():
+            entry.actor.let_go()
+        await asyncio.gather(*(entry.task for entry in self._live.values()))
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -239,9 +240,13 @@ class SessionRegistry:
 
         task.add_done_callback(forget)
         if self._closed:
-            task.cancel()
-            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
+            actor.let_go()
+            self._require_open()
         return actor
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
 
     @asynccontextmanager
     async def _only_caller(self, session: str) -> AsyncGenerator[None]:

@@ -121,10 +121,6 @@ class Supervisor:
         """The last report of a stage."""
         return self._keepers[stage].last_report
 
-    @property
-    def all_ready(self) -> bool:
-        return all(k.last_report.state is StageState.READY for k in self._keepers.values())
-
     def log_tail(self, stage: str, lines: int = 20) -> tuple[str, ...]:
         """The last lines that a stage wrote, oldest first."""
         return self._keepers[stage].log_tail(lines)

@@ -32,6 +32,12 @@ def view(
     return folder
 
 
+def write_index(checkpoint: Path, text: str) -> None:
+    """Shards in place of the one file (which would be taken before them, as transformers does)."""
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+
+
 def document(folder: Path) -> dict[str, object]:
     return json.loads((folder / "config.json").read_text())
 
@@ -67,27 +73,38 @@ def test_weights_are_links_and_a_view_is_rewritten(checkpoint: Path) -> None:
 
 def test_only_shards_with_own_weights_are_linked(checkpoint: Path) -> None:
     index = {"weight_map": {"llm.a": "one.safetensors", "tts.b": "two.safetensors"}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(checkpoint, json.dumps(index))
     for name in ("one", "two"):
         (checkpoint / f"{name}.safetensors").touch()
     links = [path.name for path in view(checkpoint, EngineModel.TALKER).glob("*.safetensors")]
     assert links == ["two.safetensors"]
 
 
-@pytest.mark.parametrize("file", ["gone.safetensors", "../model.safetensors"])
-def test_a_shard_that_is_not_there(checkpoint: Path, file: str) -> None:
-    index = {"weight_map": {"llm.a": file}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        ("gone.safetensors", CheckpointFault.MISSING),
+        ("../config.json", CheckpointFault.UNREADABLE),
+    ],
+)
+def test_a_shard_that_is_not_there(checkpoint: Path, file: str, fault: CheckpointFault) -> None:
+    write_index(checkpoint, json.dumps({"weight_map": {"llm.a": file}}))
     with pytest.raises(CheckpointError) as caught:
         view(checkpoint, EngineModel.THINKER)
-    assert caught.value.fault is CheckpointFault.MISSING
+    assert caught.value.fault is fault
 
 
 def test_a_damaged_index(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text("{")
+    write_index(checkpoint, "{")
     with pytest.raises(CheckpointError) as caught:
         view(checkpoint, EngineModel.THINKER)
     assert caught.value.fault is CheckpointFault.UNREADABLE
+
+
+def test_one_file_is_taken_before_shards(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text("{")
+    folder = view(checkpoint, EngineModel.THINKER)
+    assert (folder / "model.safetensors").is_symlink()
 
 
 def test_no_weights_at_all(checkpoint: Path) -> None:

@@ -9,27 +9,22 @@ from duplex_sidecar.checkpoint import weights as weights_module
 from duplex_sidecar.checkpoint.layout import weight_shapes
 from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
 from duplex_sidecar.checkpoint.presets import full_config, tiny_config
-from duplex_sidecar.checkpoint.weights import (
-    flow_tensor,
-    hift_tensor,
-    normal,
-    sinusoids,
-    transformer_tensor,
-)
+from duplex_sidecar.checkpoint.weights import sinusoids, spread, transformer_tensor
+from duplex_sidecar.checkpoint.weights_token2wav import flow_tensor, hift_tensor
 
 pytestmark = pytest.mark.unit
 
 
 def test_a_tensor_depends_on_its_name_and_the_seed_alone() -> None:
-    first = normal("a", (3, 4), 0)
-    assert torch.equal(first, normal("a", (3, 4), 0))
-    assert not torch.equal(first, normal("b", (3, 4), 0))
-    assert not torch.equal(first, normal("a", (3, 4), 1))
+    first = spread("a", (3, 4), 0)
+    assert torch.equal(first, spread("a", (3, 4), 0))
+    assert not torch.equal(first, spread("b", (3, 4), 0))
+    assert not torch.equal(first, spread("a", (3, 4), 1))
 
 
 def test_large_tensors_repeat_a_block_without_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "_BLOCK_ELEMENTS", 1009)
-    large = normal("a", (64, 64), 0)
+    large = spread("a", (64, 64), 0)
     assert large.shape == (64, 64)
     assert len({tuple(row) for row in large.tolist()}) == 64
     assert abs(float(large.std()) - 1) < 0.1

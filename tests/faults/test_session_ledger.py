@@ -1,0 +1,312 @@
+"""The ledger is away in mid-conversation: input is held, refused by name after a while, and the
+conversation goes on with the same tokens once the ledger is back."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.store import LedgerOptions
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.protocol.events import Closed, ResyncRequired
+from duplex_sidecar.session import actor
+from duplex_sidecar.stages.errors import StageFault
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from session_kit import (
+    MODES,
+    TOKEN,
+    Caller,
+    Mode,
+    Replica,
+    Terms,
+    check_events,
+    check_prompts,
+    eventually,
+    replica,
+    tokens,
+    undisturbed,
+)
+
+pytestmark = pytest.mark.fault
+HOLD_S = 0.5
+Outage = Callable[[EmbeddedValkey], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def here(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
+    async with replica(valkey.url, hold_s=HOLD_S) as here:
+        yield here
+
+
+@contextmanager
+def frozen(valkey: EmbeddedValkey) -> Iterator[None]:
+    """The server answers nothing, and connections to it stay."""
+    pid = valkey.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def dead(valkey: EmbeddedValkey) -> Iterator[None]:
+    valkey.kill()
+    try:
+        yield
+    finally:
+        valkey.start()
+
+
+@pytest.mark.parametrize("outage", [frozen, dead])
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_outage_costs_time_and_nothing_else(
+    valkey: EmbeddedValkey, here: Replica, outage: Outage, mode: Mode
+) -> None:
+    session, terms = f"outage-{outage.__name__}-{mode}", Terms(mode)
+    calm, _ = await undisturbed(valkey.url, f"calm-{session}", terms, 30)
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    await caller.talk(10)
+    with outage(valkey):
+        await caller.say(13)
+        await caller.attachment_takes_mail()
+        assert caller.failures == [], "input is held"
+        refused = await caller.until_failure()
+        assert refused.code is ErrorCode.LEDGER_UNAVAILABLE
+        await caller.say(15)
+        await caller.attachment_takes_mail()
+        assert [failure.code for failure in caller.failures] == [
+            ErrorCode.LEDGER_UNAVAILABLE,
+            ErrorCode.LEDGER_UNAVAILABLE,
+            ErrorCode.LEDGER_UNAVAILABLE,
+        ]
+        assert len(caller.units) == 10
+        assert caller.accepted[-1].unit == 10, "nothing is acknowledged that is not durable"
+    await caller.until_unit(13)
+    caller.next_second = 14
+    await caller.talk(30)
+    check_events(caller)
+    assert await tokens(here.ledger, session) == calm
+    check_prompts([here.stages], session, terms, calm, caller)
+
+
+async def test_an_outage_longer_than_the_lease(valkey: EmbeddedValkey, here: Replica) -> None:
+    """Nobody else took the session: the same owner goes on with the same fence."""
+    calm, _ = await undisturbed(valkey.url, "calm-long", Terms("context"), 20)
+    await here.open("long", Terms("context"))
+    caller = Caller("long")
+    await caller.dial(here)
+    await caller.talk(8)
+    before = await here.ledger.reader.meta("long")
+    with frozen(valkey):
+        await caller.say(9)
+        await asyncio.sleep(3.6)
+        assert not here.registry.live["long"]._keeper.held
+    await caller.until_unit(9)
+    await caller.talk(20)
+    check_events(caller)
+    after = await here.ledger.reader.meta("long")
+    assert before is not None
+    assert after is not None
+    assert (after.fence, after.nonce) == (before.fence, before.nonce)
+    assert await tokens(here.ledger, "long") == calm
+
+
+@pytest.mark.parametrize("point", ["accept", "commit", "journal"])
+@pytest.mark.parametrize("outage", [frozen, dead])
+async def test_an_outage_at_each_write_of_a_unit(
+    valkey: EmbeddedValkey, here: Replica, outage: Outage, point: str
+) -> None:
+    session, terms = f"write-{outage.__name__}-{point}", Terms("context")
+    calm, calm_call = await undisturbed(valkey.url, f"calm-{session}", terms, 20)
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    unit = next(done.unit for done in calm_call.units if done.unit > 5 and done.audio_samples)
+    await caller.talk(unit - 1)
+    stage = {
+        "accept": here.stages.encoder,
+        "commit": here.stages.thinker,
+        "journal": here.stages.code2wav,
+    }[point]
+    pause = stage.pause(unit, after=True)
+    await caller.say(unit)
+    await pause.reached.wait()
+    if point == "journal":
+        await asyncio.sleep(0.1)  # the commit runs beside the Talker
+    with outage(valkey):
+        pause.go.set()
+        await asyncio.sleep(0.3)
+        assert len(caller.units) == unit - 1
+    await caller.until_unit(unit)
+    await caller.talk(20)
+    check_events(caller)
+    assert await tokens(here.ledger, session) == calm
+    loaded = await here.ledger.load(session)
+    assert len(loaded.entries) == 40, "each write happened once"
+
+
+async def test_mode_off_waits_for_the_ledger_when_it_needs_its_history(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    """A lost Thinker and a lost ledger at once."""
+    calm, _ = await undisturbed(valkey.url, "calm-twice", Terms("off"), 15)
+    await here.open("twice", Terms("off"))
+    caller = Caller("twice")
+    await caller.dial(here)
+    await caller.talk(8)
+    here.stages.thinker.fail(9, StageFault.GONE, after=True)
+    here.stages.encoder.fail(10, StageFault.GONE, after=True)
+    pause = here.stages.thinker.pause(9, after=True)
+    await caller.say(10)
+    await pause.reached.wait()
+    with dead(valkey):
+        pause.go.set()
+        await asyncio.sleep(0.3)
+    await caller.talk(15)
+    check_events(caller)
+    assert await tokens(here.ledger, "twice") == calm
+
+
+async def test_ending_while_the_ledger_is_away_takes_bounded_time(
+    valkey: EmbeddedValkey, here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "END_TIMEOUT_S", 0.5)
+    await here.open("stuck", Terms("context"))
+    caller = Caller("stuck")
+    await caller.dial(here)
+    await caller.talk(3)
+    with frozen(valkey):
+        await caller.say(5)
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(2):
+            assert await here.registry.end("stuck")
+        assert here.registry.free_slots == 4
+        assert here.stages.held() == []
+        closed = await caller.until(lambda event: isinstance(event, Closed))
+        assert isinstance(closed, Closed)
+        assert closed.code is ErrorCode.SESSION_ENDED
+    # Its ledger was not told: the session is there for whoever asks.
+    again = Caller("stuck")
+    again.attachment = caller.attachment
+    again.sequenced = list(caller.sequenced)
+    await again.dial(here)
+    await again.talk(7)
+    check_events(again)
+
+
+async def test_asking_for_sessions_while_the_ledger_is_away(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    await here.open("known", Terms("context"))
+    caller = Caller("known")
+    await caller.dial(here)
+    await caller.talk(2)
+    assert await here.registry.end("known")
+    with dead(valkey):
+        for _ in range(2):
+            with pytest.raises(ClientError) as error:
+                await here.open("new", Terms("context"))
+            assert error.value.code is ErrorCode.LEDGER_UNAVAILABLE
+            with pytest.raises(ClientError) as error:
+                await here.registry.attach("known", TOKEN, None)
+            assert error.value.code is ErrorCode.LEDGER_UNAVAILABLE
+            assert here.registry.free_slots == 4
+    await here.open("new", Terms("context"))
+    with pytest.raises(ClientError) as error:
+        await here.registry.attach("known", TOKEN, None)
+    assert error.value.code is ErrorCode.SESSION_ENDED
+
+
+async def test_a_resume_while_the_ledger_is_away_can_be_tried_again(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    await here.open("resumes", Terms("context"))
+    caller = Caller("resumes")
+    await caller.dial(here)
+    await caller.talk(4)
+    with dead(valkey):
+        attachment = await here.registry.attach("resumes", TOKEN, 1)
+        with pytest.raises(ClientError) as error:
+            await attachment.next_event()
+        assert error.value.code is ErrorCode.LEDGER_UNAVAILABLE
+        await attachment.detach()
+    await caller.dial(here)
+    await caller.talk(6)
+    check_events(caller)
+
+
+async def test_a_server_that_lost_everything_never_starts_a_session_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "END_TIMEOUT_S", 1.0)
+    server = EmbeddedValkey(tmp_path / "empty")
+    server.start()
+    try:
+        async with replica(server.url, hold_s=HOLD_S) as here:
+            await here.open("lost", Terms("context"))
+            caller = Caller("lost")
+            await caller.dial(here)
+            await caller.talk(3)
+            server.kill()
+            for part in (tmp_path / "empty").rglob("*.aof"):
+                part.write_bytes(b"")
+            for part in (tmp_path / "empty").rglob("*.rdb"):
+                part.unlink()
+            for part in (tmp_path / "empty").rglob("*.manifest"):
+                part.unlink()
+            server.start()
+            await caller.say(4)
+            closed = await caller.until(lambda event: isinstance(event, Closed))
+            assert isinstance(closed, Closed)
+            assert closed.code is ErrorCode.LEDGER_CORRUPT
+            await eventually(lambda: here.registry.free_slots == 4)
+            with pytest.raises(ClientError) as error:
+                await here.registry.attach("lost", TOKEN, caller.last_sequence)
+            assert error.value.code is ErrorCode.SESSION_NOT_FOUND
+    finally:
+        server.stop()
+
+
+async def test_what_the_journal_has_forgotten_is_said_and_the_rest_replayed(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        here.ledger, "_options", LedgerOptions(max_journal_bytes=20_000), raising=True
+    )
+    await here.open("forgets", Terms("context"))
+    caller = Caller("forgets")
+    await caller.dial(here)
+    await caller.talk(40)
+    meta = await here.ledger.reader.meta("forgets")
+    assert meta is not None
+    assert meta.events_first > 1
+    attachment = await here.registry.attach("forgets", TOKEN, 0)
+    seen = [await attachment.next_event() for _ in range(2)]
+    assert seen[1] == ResyncRequired(0, meta.events_first)
+    replayed = [
+        await attachment.next_event() for _ in range(meta.events_last - meta.events_first + 1)
+    ]
+    assert replayed == caller.sequenced[meta.events_first - 1 :]
+    # One that claims to have seen what never was.
+    attachment = await here.registry.attach("forgets", TOKEN, meta.events_last + 5)
+    seen = [await attachment.next_event() for _ in range(2)]
+    assert seen[1] == ResyncRequired(meta.events_last + 5, meta.events_last + 1)

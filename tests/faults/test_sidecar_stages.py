@@ -1,0 +1,197 @@
+"""Stage processes of a serving sidecar are killed: the sidecar stays, the stage comes back, and the
+conversations go on as if nothing had been."""
+
+import asyncio
+import time
+from typing import Any
+
+import psutil
+import pytest
+from support.arena import Arena
+from support.ledgers import assert_input_is_whole, committed_units, tokens_of
+from support.realtime import Heard, RealtimeClient, conversing
+from support.sidecars import get, survivors
+from support.talks import CONTEXT, OFF, speak_in_step, undisturbed
+
+from duplex_sidecar.client.local_sidecar import LocalSidecar
+
+pytestmark = pytest.mark.fault
+
+UNITS = 20
+OTHER_START_S = 21.0
+"""Where in the recording the second conversation begins."""
+
+
+def victims_of(sidecar: LocalSidecar, names: tuple[str, ...]) -> list[psutil.Process]:
+    """"thinker" is the stage's process; "thinker core" the engine core below it."""
+    found: list[psutil.Process] = []
+    for name in names:
+        stage, _, part = name.partition(" ")
+        process = sidecar.stage_process(stage)
+        assert process is not None, name
+        if part:
+            cores = [c for c in process.children() if "EngineCore" in c.name() + c.cmdline()[0]]
+            assert len(cores) == 1, name
+            found += cores
+        else:
+            found.append(process)
+    return found
+
+
+async def restarted(sidecar: LocalSidecar) -> tuple[bool, float]:
+    """(whether it said that it was not ready, seconds until it was ready again)."""
+    began = time.monotonic()
+    was_down = False
+    async with asyncio.timeout(120):
+        while True:
+            ready, waiting_for = await asyncio.to_thread(sidecar.readiness)
+            if ready and was_down:
+                return True, time.monotonic() - began
+            was_down = was_down or bool(waiting_for)
+            if ready and time.monotonic() - began > 5:
+                return False, 5.0
+            await asyncio.sleep(0.02)
+
+
+async def attack(
+    arena: Arena, names: tuple[str, ...], spoken_turn: bool = True
+) -> tuple[Heard, Heard, int]:
+    """Two conversations; in the middle of a unit of both the stages are killed. Returns what the
+    two clients have heard, and the first unit after the kill."""
+    sidecar, _ = arena.pair()
+    alone = await undisturbed(sidecar, CONTEXT, UNITS)
+    other_alone = await undisturbed(sidecar, OFF, UNITS, OTHER_START_S)
+    last_before = alone.inside_turn(3) if spoken_turn else 8
+    process = sidecar.process
+    assert process is not None
+    async with (
+        conversing(sidecar, CONTEXT, "one") as one,
+        conversing(sidecar, OFF, "two") as two,
+    ):
+        await asyncio.gather(
+            speak_in_step(one, 1, last_before),
+            speak_in_step(two, 1, last_before, OTHER_START_S),
+        )
+        victims = victims_of(sidecar, names)
+        going_on = asyncio.gather(
+            speak_in_step(one, last_before + 1, UNITS),
+            speak_in_step(two, last_before + 1, UNITS, OTHER_START_S),
+        )
+        watching = asyncio.create_task(restarted(sidecar))
+        await asyncio.sleep(0.01)
+        for victim in victims:
+            victim.kill()
+        said_so, seconds = await watching
+        print(f"{', '.join(names)}: ready again after {seconds:.1f} s")
+        assert said_so, "not ready while a stage is down"
+        await going_on
+        assert process.poll() is None, "the sidecar stays"
+        assert survivors(victims, 5) == []
+        for client, expected, start in ((one, alone, 0), (two, other_alone, OTHER_START_S)):
+            assert client.heard.errors == [], start
+            client.heard.assert_whole()
+            records = await committed_units(sidecar.settings.redis_url, client.session)
+            assert_input_is_whole(records)
+            assert tokens_of(records) == expected.tokens
+        return one.heard, two.heard, last_before + 1
+
+
+def restarts(sidecar: LocalSidecar, stage: str) -> float:
+    """As the metrics page counts them."""
+    page = get(sidecar, "/metrics")[1]
+    lines = [line for line in page.splitlines() if line.startswith("duplex_stage_restarts")]
+    wanted = [line for line in lines if f'"{stage}"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
+
+
+def rebuilds(heard: Heard) -> list[tuple[int, str]]:
+    return [
+        (unit["unit"], unit["rebuild_cause"])
+        for unit in heard.units
+        if unit["rebuild_cause"] not in (None, "slide")
+    ]
+
+
+def assert_epochs_are_whole(heard: Heard) -> list[tuple[int, int]]:
+    """In each epoch the chunks count from 0 without a gap. (unit, epoch) where one begins."""
+    begins: list[tuple[int, int]] = []
+    at: dict[int, int] = {}
+    for event in heard.of_type("response.output_audio.delta"):
+        facts = event["duplex"]
+        epoch, sequence = facts["epoch"], facts["stage2_sequence"]
+        if epoch not in at:
+            assert epoch > max(at, default=-1)
+            begins.append((facts["unit"], epoch))
+        assert sequence == at.get(epoch, -1) + 1, "chunks count from 0"
+        at[epoch] = sequence
+    return begins
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("thinker core",), ("thinker", "talker")],
+    ids=["the Thinker's engine core", "both engine processes"],
+)
+async def test_engines_come_back_with_the_same_tokens(arena: Arena, names: tuple[str, ...]) -> None:
+    sidecar = arena.pair()[0]
+    before = restarts(sidecar, "thinker")
+    one, two, unit = await attack(arena, names)
+    # The unit under way is submitted again, as a whole prompt, in the window that it had.
+    assert rebuilds(one) == [(unit, "engine_restart")]
+    assert rebuilds(two) == [(unit, "engine_restart")]
+    assert restarts(sidecar, "thinker") == before + 1
+    assert_epochs_are_whole(one)
+    assert_epochs_are_whole(two)
+
+
+async def test_a_lost_vocoder_begins_a_new_epoch_at_chunk_0(arena: Arena) -> None:
+    one, two, unit = await attack(arena, ("code2wav",))
+    begins = assert_epochs_are_whole(one)
+    assert [number for number, _ in begins].count(unit) == 1
+    assert rebuilds(one) == rebuilds(two) == []
+
+
+async def test_a_lost_encoder_hears_on_exactly(arena: Arena) -> None:
+    """Its state comes back from recorded sound, so the tokens are what they would have been."""
+    one, two, _ = await attack(arena, ("encoder",), spoken_turn=False)
+    assert rebuilds(one) == rebuilds(two) == []
+    assert_epochs_are_whole(one)
+
+
+async def test_who_needs_no_vocoder_does_not_wait_for_it(arena: Arena) -> None:
+    """Units that listen go on while the vocoder is down."""
+    sidecar, _ = arena.pair()
+    silence = bytes(32_000)
+    async with conversing(sidecar, OFF) as client:
+        await client.append(silence, force_listen=True)
+        await client.until_unit(1)
+        (victim,) = victims_of(sidecar, ("code2wav",))
+        victim.kill()
+        walls: list[Any] = []
+        while await asyncio.to_thread(lambda: sidecar.readiness()[0]):
+            await asyncio.sleep(0.01)
+        for number in range(2, 8):
+            await client.append(silence, force_listen=True)
+            walls.append((await client.until_unit(number))["wall_ms"])
+        assert sorted(walls)[len(walls) // 2] < 1_000
+        client.heard.assert_whole()
+    await asyncio.to_thread(sidecar.wait_ready)
+
+
+async def test_a_session_may_be_opened_and_closed_while_a_stage_restarts(arena: Arena) -> None:
+    sidecar, _ = arena.pair()
+    async with conversing(sidecar, OFF) as client:
+        await speak_in_step(client, 1, 2)
+        (victim,) = victims_of(sidecar, ("encoder",))
+        victim.kill()
+        await client.speak(bytes(32_000))
+        await end_while_it_waits(client)
+    await asyncio.to_thread(sidecar.wait_ready)
+    async with conversing(sidecar, OFF) as client:
+        await speak_in_step(client, 1, 2)
+        client.heard.assert_whole()
+
+
+async def end_while_it_waits(client: RealtimeClient) -> None:
+    closed = await client.close_session()
+    assert closed["reason"] == "session_ended"
