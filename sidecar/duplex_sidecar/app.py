@@ -60,6 +60,8 @@ class Sidecar:
         )
         self.tracing = Tracing(telemetry)
         self.metrics = Metrics(telemetry)
+        self._stage_states: dict[str, StageState] = {}
+        """As last reported; a stage under way reports its progress in the same state again."""
         self.supervisor = Supervisor(
             stage_specs(settings, model.element_type), self._on_stage_report
         )
@@ -142,9 +144,13 @@ class Sidecar:
             "generation": report.generation,
             "elapsed_s": round(report.elapsed_s, 1),
         }
-        if report.state is StageState.RESTARTING:
+        before = self._stage_states.get(report.stage)
+        self._stage_states[report.stage] = report.state
+        if before is StageState.READY and report.state is StageState.RESTARTING:
             self.metrics.stage_restarted(StageName(report.stage))
             log.warning("stage lost: %s", report.reason, extra={"fields": fields})
+        elif report.state is before:
+            log.debug("stage still %s", report.state, extra={"fields": fields})
         else:
             log.info("stage %s", report.state, extra={"fields": fields})
 

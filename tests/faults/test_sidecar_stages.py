@@ -59,14 +59,14 @@ async def attack(
     """Two conversations; in the middle of a unit of both the stages are killed. Returns what the
     two clients have heard, and the first unit after the kill."""
     sidecar, _ = arena.pair()
-    alone = await undisturbed(sidecar, CONTEXT, UNITS)
-    other_alone = await undisturbed(sidecar, OFF, UNITS, OTHER_START_S)
+    alone = await undisturbed(sidecar, OFF, UNITS)
+    other_alone = await undisturbed(sidecar, CONTEXT, UNITS, OTHER_START_S)
     last_before = alone.inside_turn(3) if spoken_turn else 8
     process = sidecar.process
     assert process is not None
     async with (
-        conversing(sidecar, CONTEXT, "one") as one,
-        conversing(sidecar, OFF, "two") as two,
+        conversing(sidecar, OFF, "one") as one,
+        conversing(sidecar, CONTEXT, "two") as two,
     ):
         await asyncio.gather(
             speak_in_step(one, 1, last_before),

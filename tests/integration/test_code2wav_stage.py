@@ -19,7 +19,7 @@ from duplex_sidecar.checkpoint.config import write_config
 from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
-from duplex_sidecar.checkpoint.weights import flow_tensor, hift_tensor
+from duplex_sidecar.checkpoint.weights_token2wav import flow_tensor, hift_tensor
 from duplex_sidecar.stages.code2wav.client import Code2WavClient
 from duplex_sidecar.stages.code2wav.config import Code2WavSettings
 from duplex_sidecar.stages.engine.settings import Device

@@ -5,22 +5,21 @@ import gzip
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.telemetry_kit import speak_units
 
 from duplex_sidecar.telemetry import names
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.otlp_sink import MAX_BODY_BYTES, OtlpSink
 from duplex_sidecar.telemetry.settings import TelemetrySettings
-from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
+from duplex_sidecar.telemetry.traces import Tracing
 
 pytestmark = pytest.mark.integration
 
@@ -49,18 +48,6 @@ def spans_in(path: Path) -> list[dict[str, Any]]:
 
 def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
     return {a["key"]: next(iter(a["value"].values())) for a in holder.get("attributes", ())}
-
-
-def speak_units(session: SessionTrace, first: int, last: int) -> None:
-    for seq in range(first, last + 1):
-        with session.unit(seq, 0, 1_000.0) as unit:
-            for name in names.StepName:
-                with unit.step(name):
-                    pass
-            cause = names.RebuildCause.SLIDE
-            with session.rebuild(seq, "context", cause, 1, 13, 200, 30.0, unit):
-                pass
-            session.stage2_epoch(seq, names.EpochCause.TURN_END, unit)
 
 
 def test_a_conversation_arrives_whole(sink: OtlpSink, tmp_path: Path) -> None:
@@ -139,49 +126,6 @@ def test_traces_are_linked_across_a_kill(sink: OtlpSink, tmp_path: Path) -> None
     assert all(span["parentSpanId"] in ids for span in spans if "parentSpanId" in span)
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@pytest.mark.fault
-def test_an_absent_collector_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    settings = TelemetrySettings(
-        replica="r1",
-        otlp_endpoint=f"http://127.0.0.1:{closed_port()}",
-        queue_spans=64,
-        batch_spans=32,
-        export_timeout_ms=500,
-    )
-    tracing, metrics = Tracing(settings), Metrics(settings)
-    session = tracing.session("s1", None, names.SegmentReason.OPENED)
-    started = time.monotonic()
-    speak_units(session, 1, 100)
-    metrics.unit(names.UnitDecision.LISTEN, 50.0, 1_000.0)
-    assert time.monotonic() - started < 2.0
-    assert b"duplex_units_total" in metrics.prometheus_page()
-    started = time.monotonic()
-    tracing.close(1_500)
-    metrics.close(1_500)
-    assert time.monotonic() - started < 4.0
-
-
-@pytest.mark.fault
-def test_a_collector_that_never_answers_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        settings = TelemetrySettings(
-            replica="r1",
-            otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}",
-            export_timeout_ms=60_000,
-        )
-        tracing = Tracing(settings)
-        tracing.session("s1", None, names.SegmentReason.OPENED)
-        started = time.monotonic()
-        assert not tracing.flush(300)
-        assert not tracing.close(300)
-        assert time.monotonic() - started < 2.0
-
-
 def test_the_sink_refuses_what_is_no_export(sink: OtlpSink, tmp_path: Path) -> None:
     with httpx.Client(base_url=sink.endpoint) as client:
         assert client.post("/v1/traces", content=b"\xff\xff\xff").status_code == 400
@@ -198,38 +142,6 @@ def test_the_sink_refuses_what_is_no_export(sink: OtlpSink, tmp_path: Path) -> N
         assert empty.status_code == 200
     assert (tmp_path / "spans.jsonl").read_text() == "{}\n"
     assert (sink.exports, sink.failed_writes) == (1, 0)
-
-
-@pytest.mark.fault
-def test_a_full_disk_is_answered_as_come_again(tmp_path: Path) -> None:
-    with (
-        OtlpSink(Path("/dev/full"), None) as sink,
-        httpx.Client(base_url=sink.endpoint) as client,
-    ):
-        assert client.post("/v1/traces", content=b"").status_code == 503
-        assert client.post("/v1/metrics", content=b"").status_code == 200
-        assert sink.failed_writes == 1
-
-
-@pytest.mark.fault
-def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The limit on file sizes stands in for a disk that is full in mid-line."""
-    program = (
-        "import resource, signal, sys, httpx;"
-        "from pathlib import Path;"
-        "from duplex_sidecar.telemetry.otlp_sink import OtlpSink;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (7, 7));"
-        "sink = OtlpSink(Path(sys.argv[1]), None).__enter__();"
-        "post = lambda: httpx.post(sink.endpoint + '/v1/traces', content=b'').status_code;"
-        "print(*[post() for _ in range(4)]); sink.close()"
-    )
-    path = tmp_path / "spans.jsonl"
-    answers = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert answers.stdout.split() == ["200", "200", "503", "503"], answers.stderr
-    assert path.read_text() == "{}\n{}\n"
 
 
 def test_a_taken_port_or_folder_is_an_error_at_once(sink: OtlpSink, tmp_path: Path) -> None:

@@ -150,14 +150,15 @@ def _demo(
 
 
 def _make_checkpoint(console: Console, path: Path) -> None:
-    if path.exists():
-        return
+    """Makes it once; the same one again is recognised."""
     from duplex_sidecar.checkpoint.tiny import make_tiny
 
+    began = time.monotonic()
     with console.status("making the tiny checkpoint (once)"):
-        began = time.monotonic()
-        make_tiny(path)
-    console.print(f"checkpoint made in {time.monotonic() - began:.0f} s: {path}", highlight=False)
+        made = make_tiny(path, cache_dir=default_cache_dir())
+    if made:
+        seconds = time.monotonic() - began
+        console.print(f"checkpoint made in {seconds:.0f} s: {path}", highlight=False)
 
 
 def _short_work_folder() -> Path:

@@ -57,10 +57,10 @@ def run(
         speech = read_speech(audio)
         frames = read_frames(video) if video else None
         path = checkpoint or default_checkpoint()
-        if checkpoint is None and not path.exists():
+        if checkpoint is None:
             from duplex_sidecar.checkpoint.tiny import make_tiny
 
-            make_tiny(path)
+            make_tiny(path, cache_dir=default_cache_dir())
         return _run(console, manifest, speech, frames, speed, out, path, redis_url)
     except ManifestError as error:
         console.print(f"{file} is not a valid DuplexSession:\n{error}", style="red", markup=False)

@@ -4,9 +4,18 @@ import asyncio
 
 import pytest
 
+from duplex_sidecar.ledger.journal import MAX_JOURNAL_BYTES
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Audio, Closed, InputAccepted, Sequenced, Transcript
-from duplex_sidecar.session.outbox import MAX_WAITING_BYTES, Outbox
+from duplex_sidecar.protocol.events import (
+    Audio,
+    Closed,
+    Event,
+    InputAccepted,
+    Sequenced,
+    Transcript,
+    encode_sequenced,
+)
+from duplex_sidecar.session.outbox import MAX_WAITING_BYTES, MAX_WAITING_EVENTS, Outbox
 
 pytestmark = pytest.mark.unit
 
@@ -60,3 +69,64 @@ async def test_a_client_that_never_took_its_replay_is_cut_off_too() -> None:
         outbox.put(event(sequence))
     with pytest.raises(ClientError):
         await outbox.next()
+
+
+def audio(sequence: int, size: int) -> Sequenced:
+    return Sequenced(sequence, Audio(1, 1, 1, 0, 0, bytes(size)))
+
+
+async def all_of(outbox: Outbox) -> list[Event]:
+    taken: list[Event] = []
+    while (event := await outbox.next()) is not None:
+        taken.append(event)
+    return taken
+
+
+async def test_a_whole_journal_can_be_replayed() -> None:
+    """The fullest that a journal can be, in the smallest and in the largest events."""
+    for size in (2_000, 400_000):
+        count = MAX_JOURNAL_BYTES // len(encode_sequenced(audio(9_999, size)))
+        outbox = Outbox()
+        outbox.release([audio(number, size) for number in range(1, count + 1)], [])
+        outbox.finish([])
+        assert len(await all_of(outbox)) == count
+
+
+async def test_what_waits_behind_a_replay_is_bounded_in_bytes_too() -> None:
+    outbox = Outbox()
+    for sequence in range(1, 20):
+        outbox.put(audio(sequence, MAX_WAITING_BYTES // 10))
+    outbox.release([], [])
+    with pytest.raises(ClientError) as error:
+        await outbox.next()
+    assert error.value.code is ErrorCode.SLOW_CONSUMER
+
+
+async def test_nothing_is_kept_once_it_has_failed() -> None:
+    outbox = Outbox()
+    outbox.put(event(1))
+    outbox.fail(ErrorCode.SESSION_TAKEN_OVER)
+    outbox.put(event(2))
+    outbox.release([event(3)], [])
+    outbox.finish([Closed(ErrorCode.SESSION_ENDED, "")])
+    assert not outbox._events
+    with pytest.raises(ClientError) as error:
+        await outbox.next()
+    assert error.value.code is ErrorCode.SESSION_TAKEN_OVER
+
+
+async def test_the_end_does_not_wait_for_a_replay() -> None:
+    outbox = Outbox()
+    outbox.put(event(4))
+    last = Closed(ErrorCode.LEASE_LOST, "")
+    outbox.finish([last])
+    outbox.put(event(5))
+    assert await all_of(outbox) == [event(4), last]
+
+
+async def test_reading_makes_room() -> None:
+    outbox = Outbox()
+    outbox.release([], [])
+    for sequence in range(1, 3 * MAX_WAITING_EVENTS):
+        outbox.put(audio(sequence, 16_000))
+        assert await outbox.next() == audio(sequence, 16_000)

@@ -1,6 +1,7 @@
 """The session's encoder: restored from recorded PCM wherever it was lost, with the same rows."""
 
 import asyncio
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.unit
 SECONDS = 30
 
 
+@cache
 def appends(count: int = SECONDS) -> list[Append]:
     framer = UnitFramer(5)
     taken: list[Append] = []
@@ -137,6 +139,11 @@ async def test_close_lets_go_whatever_was_restored() -> None:
     assert list(encoder.sessions) == ["s"]
     await driver.close()
     assert not encoder.sessions
+
+
+async def test_close_asks_nothing_of_a_process_that_holds_nothing() -> None:
+    encoder = FakeEncoder()
+    driver = EncoderDriver(encoder, "s", Recorded())
     await driver.feed(appends(1)[0])
     encoder.kill()
     await encoder.health()

@@ -1,0 +1,238 @@
+"""A whole sidecar dies: another one on the same ledger goes on, unit for unit. And of a sidecar that
+ends, however it ends, nothing is left behind."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from support.arena import Arena
+from support.ledgers import assert_input_is_whole, committed_units, tokens_of
+from support.realtime import Gone, Heard, dialled, joined, new_session
+from support.sidecars import survivors
+from support.talks import CONTEXT, OFF, speak_in_step, undisturbed
+from support.material import speech
+
+from duplex_sidecar.client.local_sidecar import LocalSidecar
+from duplex_sidecar.ledger.store import Ledger
+
+pytestmark = pytest.mark.fault
+
+UNITS = 20
+GENEROUS_RESUME_S = 6.0
+"""The product's own bound is 3 s; a busy machine is no fault."""
+
+
+async def test_another_replica_goes_on_after_a_kill(arena: Arena) -> None:
+    """One conversation stands between two units in the middle of a spoken turn, two are under way.
+    All come back whole: each event once, each token as it would have been."""
+    first, second = arena.pair()
+    alone = await undisturbed(second, OFF, UNITS)
+    context_alone = await undisturbed(second, CONTEXT, UNITS)
+    last_before = alone.inside_turn(3)
+    named = [
+        await asyncio.to_thread(new_session, first, text, "killed")
+        for text in (OFF, OFF, CONTEXT)
+    ]
+    heard = [Heard(), Heard(), Heard()]
+    (session, token), *others = named
+    async with joined(first, session, token, heard=heard[0]) as standing:
+        await speak_in_step(standing, 1, last_before)
+        async with (
+            joined(first, *others[0], heard=heard[1]) as busy,
+            joined(first, *others[1], heard=heard[2]) as busy_too,
+        ):
+            await asyncio.gather(busy.speak(speech(UNITS)), busy_too.speak(speech(UNITS)))
+            await asyncio.gather(busy.until_unit(8), busy_too.until_unit(8))
+            killed = time.monotonic()
+            tree = first.tree()
+            await asyncio.to_thread(first.kill_tree)
+            assert survivors(tree, 5) == []
+            await asyncio.gather(drained(busy), drained(busy_too))
+        await drained(standing)
+
+    await asyncio.to_thread(second.declare_dead, first.settings.replica)
+    async with joined(second, session, token, heard=heard[0], resume=True) as client:
+        await client.speak(speech(1, last_before))
+        unit = await client.until_unit(last_before + 1)
+        seconds = time.monotonic() - killed
+        print(f"killed {len(tree)} processes; next unit and its sound {seconds:.2f} s later")
+        assert seconds <= GENEROUS_RESUME_S
+        assert unit["audio_samples"] > 0
+        assert unit["replica"] == second.settings.replica
+        assert unit["rebuild_cause"] == "replica_restart"
+        assert unit["window_tokens"] == alone.units[last_before]["window_tokens"]
+        sound = client.heard.of_type("response.output_audio.delta")
+        fresh = [event["duplex"] for event in sound if event["duplex"]["unit"] == unit["unit"]]
+        old = max(e["duplex"]["epoch"] for e in sound if e["duplex"]["unit"] <= last_before)
+        assert fresh[0]["epoch"] == old + 1
+        assert [facts["stage2_sequence"] for facts in fresh] == list(range(len(fresh)))
+        await speak_in_step(client, last_before + 2, UNITS)
+        await goes_on(client, alone.tokens, arena)
+    for number, expected in ((1, alone.tokens), (2, context_alone.tokens)):
+        name, secret = named[number]
+        async with joined(second, name, secret, heard=heard[number], resume=True) as client:
+            await client.speak(speech(UNITS)[2 * client.sent_samples :])
+            await client.until_unit(UNITS)
+            await goes_on(client, expected, arena)
+    assert_the_trace_goes_on(arena, session, first, second, last_before)
+
+
+async def drained(client: Any) -> None:
+    """What was still on its way counts as heard."""
+    try:
+        await client.until_closed(5)
+    except Gone:
+        pass
+
+
+async def goes_on(client: Any, expected: list[list[int]], arena: Arena) -> None:
+    client.heard.assert_whole()
+    assert client.heard.errors == []
+    records = await committed_units(arena.bed.valkey.url, client.session)
+    assert_input_is_whole(records)
+    assert tokens_of(records) == expected
+    await client.close_session()
+
+
+def assert_the_trace_goes_on(
+    arena: Arena, session: str, first: LocalSidecar, second: LocalSidecar, last_before: int
+) -> None:
+    """The new replica's first span of the session links to a trace of the one before, and the
+    rebuild has all its attributes."""
+    spans = eventually(lambda: of_session(arena, session), lambda s: len(s) > 20)
+    roots = [span for span in spans if span["name"] == "duplex.session"]
+    by_replica = {span["attributes"]["duplex.replica"]: span for span in roots}
+    before, after = by_replica[first.settings.replica], by_replica[second.settings.replica]
+    assert before["attributes"]["duplex.segment.reason"] == "opened"
+    assert after["attributes"]["duplex.segment.reason"] == "resumed"
+    assert [link["traceId"] for link in after["links"]] == [before["traceId"]]
+    assert after["traceId"] != before["traceId"]
+    (rebuild,) = [span for span in spans if span["name"] == "duplex.window.rebuild"]
+    attributes = rebuild["attributes"]
+    assert attributes["duplex.unit.seq"] == last_before + 1
+    assert attributes["duplex.window.cause"] == "replica_restart"
+    assert attributes["duplex.window.mode"] == "off"
+    assert attributes["duplex.window.dropped_units"] == 0
+    assert attributes["duplex.window.dropped_tokens"] == 0
+    assert attributes["duplex.window.replacement_tokens"] > 0
+    assert attributes["duplex.rebuild.actual_ms"] > 0
+
+
+def of_session(arena: Arena, session: str) -> list[dict[str, Any]]:
+    return [
+        span
+        for span in arena.bed.spans()
+        if span["attributes"].get("duplex.session.id") == session
+    ]
+
+
+def eventually(look: Callable[[], Any], good: Callable[[Any], bool], timeout_s: float = 10) -> Any:
+    """Spans leave once a second."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = look()
+        if good(found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+async def test_without_proof_of_death_the_lease_runs_out_first(arena: Arena) -> None:
+    """The owner here is a replica of which nobody knows whether it lives: it took the session and
+    says no more."""
+    _, second = arena.pair()
+    session, token = await asyncio.to_thread(new_session, second, OFF, "silent")
+    heard = Heard()
+    async with joined(second, session, token, heard=heard) as client:
+        await speak_in_step(client, 1, 2)
+        ledger = await Ledger.connect(arena.bed.valkey.url)
+        try:
+            assert await ledger.break_lease(session, replica=second.settings.replica)
+            await ledger.acquire(session, f"silent-{secrets.token_hex(3)}")
+        finally:
+            await ledger.close()
+        taken = time.monotonic()
+        # The owner that lost its lease learns it from the ledger and falls silent.
+        closed = await client.until("session.closed")
+        assert closed["reason"] == "lease_lost"
+        assert (await client.until_closed())[0] == 1012
+    async with joined(second, session, token, heard=heard, resume=True) as client:
+        waited = time.monotonic() - taken
+        print(f"the lease ran out after {waited:.1f} s")
+        assert 2.0 <= waited <= 8.0
+        await speak_in_step(client, 3, 4)
+        client.heard.assert_whole()
+        assert heard.units[2]["rebuild_cause"] == "replica_restart"
+        await client.close_session()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_sidecar_that_ends_while_it_starts(
+    arena: Arena, how: signal.Signals
+) -> None:
+    """Only its main process gets the signal."""
+    sidecar = arena.bed.prepare(f"brief-{how.name.lower()}")
+    sidecar.start()
+    assert sidecar.process is not None
+    deadline = time.monotonic() + 60
+    while len([p for p in sidecar.tree() if is_stage(p)]) < 4:
+        assert time.monotonic() < deadline
+        assert sidecar.process.poll() is None, sidecar.log_tail()
+        time.sleep(0.05)
+    tree = sidecar.tree()
+    os.kill(sidecar.process.pid, how)
+    status = sidecar.process.wait(timeout=20)
+    assert survivors(tree, 10) == []
+    assert status == (0 if how is not signal.SIGKILL else -signal.SIGKILL)
+    assert list(arena.bed.work.joinpath(f"brief-{how.name.lower()}").glob("*.sock")) == [] or (
+        how is signal.SIGKILL
+    )
+
+
+def is_stage(process: psutil.Process) -> bool:
+    try:
+        return any("duplex_sidecar.stages." in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+async def test_a_sidecar_that_is_asked_to_leave_gives_its_sessions_back(arena: Arena) -> None:
+    """SIGTERM: the client is told to come back, another replica takes the session at once, and no
+    process is left."""
+    first, second = arena.pair()
+    session, token = await asyncio.to_thread(new_session, second, OFF, "leaving")
+    heard = Heard()
+    tree = second.tree()
+    assert second.process is not None
+    async with joined(second, session, token, heard=heard) as client:
+        await speak_in_step(client, 1, 3)
+        asked = time.monotonic()
+        os.kill(second.process.pid, signal.SIGTERM)
+        code, _ = await client.until_closed()
+        assert code == 1012
+    async with joined(first, session, token, heard=heard, resume=True) as client:
+        await speak_in_step(client, 4, 4)
+        print(f"on the other replica {time.monotonic() - asked:.1f} s after SIGTERM")
+        client.heard.assert_whole()
+        assert client.heard.units[3]["replica"] == first.settings.replica
+        await client.close_session()
+    status = await asyncio.to_thread(second.process.wait, 30)
+    assert status == 0
+    assert survivors(tree, 10) == []
+
+
+async def test_a_killed_main_process_takes_its_stages_with_it(arena: Arena) -> None:
+    first, _ = arena.pair()
+    session, token = await asyncio.to_thread(new_session, first, OFF, "beheaded")
+    async with dialled(first, session, token) as client:
+        await client.until("session.created")
+        tree = first.tree()
+        assert first.process is not None
+        first.process.kill()
+        assert (await client.until_closed())[0] == 1006
+    assert survivors(tree, 10) == []
