@@ -1,4 +1,4 @@
-"""One real sidecar for all tests that leave it as they found it. Starting one takes half a minute."""
+"""One real sidecar for all tests that leave it as they found it: a start takes half a minute."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
@@ -81,6 +81,7 @@ class Sidecar:
             metrics=self.metrics,
             replica=self.settings.replica,
             ledger_hold_s=self.settings.ledger_hold_s,
+            rebuild_ahead=self.settings.rebuild_ahead,
         )
         self.sessions = SessionRegistry(
             assembly, ledger, self.settings.slots, lambda: self.problem is None
@@ -155,15 +156,24 @@ class Sidecar:
             log.info("stage %s", report.state, extra={"fields": fields})
 
 
-def create_app(settings: SidecarSettings) -> FastAPI:
-    """The HTTP application. Raises CheckpointError for a checkpoint that cannot be served."""
+def create_app(
+    settings: SidecarSettings, on_failed_start: Callable[[BaseException], None]
+) -> FastAPI:
+    """The HTTP application. Raises CheckpointError for a checkpoint that cannot be served.
+
+    on_failed_start: a stage gave up, or the ledger is of a wrong kind; it will never be ready.
+    """
     sidecar = Sidecar(settings, load_model(settings))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        def started(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("start failed: %s", error)
+                on_failed_start(error)
+
         starting = asyncio.create_task(sidecar.start())
-        app.state.starting = starting
-        starting.add_done_callback(_log_failed_start)
+        starting.add_done_callback(started)
         try:
             yield
         finally:
@@ -219,8 +229,3 @@ def sidecar_status(sidecar: Sidecar) -> dict[str, Any]:
         "stages": [sidecar.supervisor.report(stage) for stage in STAGES],
         "sessions": [session_view(actor) for actor in live],
     }
-
-
-def _log_failed_start(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("start failed: %s", error)

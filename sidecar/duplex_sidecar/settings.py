@@ -28,6 +28,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Live sessions at once."""
     rebuild_seats: int = 2
     """Rebuilds at once: an old and a new stream live side by side while one is under way."""
+    rebuild_ahead: bool = True
+    """Make the prompt of a slide that is sure to come before its append does. Changes when the
+    Thinker works, never what it answers."""
     max_model_tokens: int = 8192
     """The contract's limit of the Thinker; the engine itself gets 32 positions more."""
     max_talker_tokens: int = 4096

@@ -8,6 +8,7 @@ is sent only when the one before has been answered, so nothing ever queues.
 import base64
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -55,6 +56,7 @@ class Seen:
     tokens: int
     audio_samples: int
     turn: int
+    replica: str
 
     @property
     def stages_ms(self) -> float:
@@ -74,6 +76,8 @@ class UnitClient:
     token: str
     last_sequence: int = 0
     _socket: ClientConnection | None = field(default=None, repr=False)
+    _replayed: deque[dict[str, Any]] = field(default_factory=deque[dict[str, Any]], repr=False)
+    """What came before the server had answered the greeting."""
 
     def __enter__(self) -> Self:
         self.dial()
@@ -126,7 +130,7 @@ class UnitClient:
                 "session": {"type": "realtime", "audio": {"input": {"format": pcm}}},
             }
         )
-        self._until("session.updated")
+        self._replayed = self._until("session.updated")
         return opening["duplex"]
 
     def say(self, unit: Unit, seq: int) -> Seen:
@@ -165,7 +169,7 @@ class UnitClient:
         """Until the `duplex.unit` of unit `seq`; older ones are passed over. Raises Broken."""
         first_audio_ms: float | None = None
         while True:
-            event = self._receive()
+            event = self._replayed.popleft() if self._replayed else self._receive()
             now_ms = (time.perf_counter() - sent_s) * 1000
             kind = event["type"]
             if kind == "response.output_audio.delta":
@@ -206,9 +210,12 @@ class UnitClient:
         self.last_sequence = event.get("server_event_seq", self.last_sequence)
         return event
 
-    def _until(self, kind: str) -> None:
-        while self._receive()["type"] != kind:
-            pass
+    def _until(self, kind: str) -> deque[dict[str, Any]]:
+        """Wait for an event of that type. Returns those before it."""
+        before: deque[dict[str, Any]] = deque()
+        while (event := self._receive())["type"] != kind:
+            before.append(event)
+        return before
 
 
 class _NotYet(Exception):
@@ -229,6 +236,7 @@ def _seen(event: dict[str, Any], client_ms: float, first_audio_ms: float | None)
         tokens=event["tokens"],
         audio_samples=event["audio_samples"],
         turn=event["turn"],
+        replica=event["replica"],
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -57,7 +58,7 @@ async def unit_events(connection: AsyncRealtimeConnection, last: int) -> list[Re
     events: list[RealtimeServerEvent] = []
     while True:
         events.append(await next_event(connection))
-        if events[-1].type == "duplex.unit" and events[-1].to_dict()["unit"] == last:
+        if events[-1].to_dict().get("unit") == last:
             return events
 
 
@@ -116,7 +117,8 @@ def assert_turns_are_whole(events: list[RealtimeServerEvent]) -> None:
         elif isinstance(event, ResponseDoneEvent):
             assert event.response.status == "completed"
             assert event.response.id is not None
-            assert event.to_dict()["duplex"]["samples"] == audio[event.response.id] > 0
+            facts: Any = event.to_dict()
+            assert facts["duplex"]["samples"] == audio[event.response.id] > 0
 
 
 async def test_an_event_that_is_not_served_is_a_typed_error(sidecar: LocalSidecar) -> None:
@@ -153,8 +155,8 @@ async def test_the_synchronous_sdk_talks_too(sidecar: LocalSidecar) -> None:
             while len(decisions) < 2:
                 event = connection.recv()
                 kinds.append(event.type)
-                if event.type == "duplex.unit":
-                    decisions.append(event.to_dict()["decision"])
+                if "decision" in (facts := event.to_dict()):
+                    decisions.append(str(facts["decision"]))
             connection.send_raw(json.dumps({"type": "session.close"}))
         return kinds, decisions
 

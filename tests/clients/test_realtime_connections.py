@@ -35,7 +35,7 @@ async def eventually(
 ) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            while not await condition():
+            while not await condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     except TimeoutError:
         raise AssertionError(f"{what}: not within {timeout_s} s") from None
@@ -235,7 +235,8 @@ async def fill_up(client: RealtimeClient) -> None:
 
 
 async def test_who_does_not_read_is_cut_off_and_nobody_else(sidecar: LocalSidecar) -> None:
-    """Nothing stays of one that never reads again; one that reads at last learns why and resumes."""
+    """Nothing stays of one that never reads again; one that reads at last learns why,
+    and resumes."""
     session, token = await asyncio.to_thread(new_session, sidecar, manifest())
     never, never_token = await asyncio.to_thread(new_session, sidecar, manifest())
     port = sidecar.settings.port

@@ -17,6 +17,7 @@ from support.realtime import (
     realtime_url,
 )
 from websockets.asyncio.client import connect
+from websockets.typing import Origin, Subprotocol
 
 from duplex_sidecar.client.conversation import Conversation
 from duplex_sidecar.client.local_sidecar import LocalSidecar
@@ -78,10 +79,11 @@ async def test_other_rates_make_whole_units_too(
 
 async def test_a_browser_gives_its_token_as_a_subprotocol(sidecar: LocalSidecar) -> None:
     session, token = await asyncio.to_thread(new_session, sidecar, manifest())
+    offered = ["realtime", f"openai-insecure-api-key.{token}", "openai-beta.realtime-v1"]
     connection = connect(
         realtime_url(sidecar, session),
-        subprotocols=["realtime", f"openai-insecure-api-key.{token}", "openai-beta.realtime-v1"],
-        origin="https://example.org",
+        subprotocols=[Subprotocol(name) for name in offered],
+        origin=Origin("https://example.org"),
         compression="deflate",  # a browser offers it; the server may decline
     )
     async with connection as socket:

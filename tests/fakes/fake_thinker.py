@@ -31,7 +31,8 @@ Position = int | bytes
 
 @dataclass(frozen=True)
 class Submission:
-    """One feed that was answered. prompt: all positions of the stream before the answer."""
+    """One feed that was answered. prompt: all positions of the stream before the answer. opened:
+    the first one of its stream with an append in it. ahead: it held no append at all."""
 
     session: str
     stream: str
@@ -40,6 +41,7 @@ class Submission:
     prompt: tuple[Position, ...]
     rules: UnitRules
     emitted: tuple[int, ...]
+    ahead: bool = False
 
 
 @dataclass
@@ -49,6 +51,7 @@ class _Stream:
     hash: "hashlib.blake2b" = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     last_unit: int = -1
     busy: bool = False
+    answered: bool = False
 
     def take(self, position: Position) -> None:
         self.positions.append(position)
@@ -74,6 +77,8 @@ class FakeThinker(FakeStage):
         self._seats = seats
         self.streams: dict[str, _Stream] = {}
         self.submissions: list[Submission] = []
+        self.opened_ahead: list[Submission] = []
+        """Streams that were given closed units and no append yet."""
 
     async def feed(self, request: ThinkerFeed) -> ThinkerAnswer:
         await self._enter(request.unit)
@@ -88,17 +93,20 @@ class FakeThinker(FakeStage):
         stream.last_unit = request.unit
         stream.busy = False
         await self._leave(request.unit)
-        self.submissions.append(
-            Submission(
-                request.session,
-                request.stream,
-                request.unit,
-                request.opens,
-                prompt,
-                rules,
-                tuple(emitted),
-            )
+        # An append ends with its audio rows.
+        ahead = isinstance(request.parts[-1], Ids)
+        submission = Submission(
+            request.session,
+            request.stream,
+            request.unit,
+            not ahead and not stream.answered,
+            prompt,
+            rules,
+            tuple(emitted),
+            ahead,
         )
+        (self.opened_ahead if ahead else self.submissions).append(submission)
+        stream.answered = not ahead
         return ThinkerAnswer(
             session=request.session,
             stream=request.stream,

@@ -227,6 +227,7 @@ async def replica(
     slots: int = 4,
     hold_s: float = 10.0,
     clock_s: Callable[[], float] = time.monotonic,
+    rebuild_ahead: bool = True,
 ) -> AsyncIterator[Replica]:
     """One sidecar's sessions. At the end it lets go of them as in an orderly shutdown."""
     stages = stages or Stages()
@@ -242,6 +243,7 @@ async def replica(
         replica=name,
         ledger_hold_s=hold_s,
         clock_s=clock_s,
+        rebuild_ahead=rebuild_ahead,
     )
     registry = SessionRegistry(assembly, ledger, slots, lambda: True)
     try:

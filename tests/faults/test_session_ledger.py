@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,3 +311,82 @@ async def test_what_the_journal_has_forgotten_is_said_and_the_rest_replayed(
     attachment = await here.registry.attach("forgets", TOKEN, meta.events_last + 5)
     seen = [await attachment.next_event() for _ in range(2)]
     assert seen[1] == ResyncRequired(meta.events_last + 5, meta.events_last + 1)
+
+
+async def test_a_full_ledger_is_said_and_other_sessions_go_on(
+    valkey: EmbeddedValkey, here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-room", Terms("context"), 20)
+    await here.open("full", Terms("off"))
+    await here.open("room", Terms("context"))
+    full, room = Caller("full"), Caller("room")
+    await full.dial(here)
+    await room.dial(here)
+    await full.talk(5)
+    await room.talk(5)
+    loaded = await here.ledger.load("full")
+    options = LedgerOptions(max_session_bytes=loaded.meta.bytes + 3 * 33_000)
+    monkeypatch.setattr(here.ledger, "_options", options)
+    await full.say(12)
+    closed = await full.until(lambda event: isinstance(event, Closed))
+    assert isinstance(closed, Closed)
+    assert closed.code is ErrorCode.RESOURCE_EXHAUSTED
+    check_events(full)
+    assert 5 < len(full.units) < 12
+    monkeypatch.undo()
+    await room.talk(20)
+    check_events(room)
+    assert await tokens(here.ledger, "room") == calm
+    # Nothing was lost: with room it goes on.
+    await full.dial(here)
+    await full.talk(12)
+    check_events(full)
+
+
+async def test_a_state_that_cannot_be_read_is_said_and_kept(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await here.open("strange", Terms("context"))
+    caller = Caller("strange")
+    await caller.dial(here)
+    commit = here.ledger.commit
+
+    async def other_state(*args: Any, state: bytes, **rest: Any) -> Any:
+        return await commit(*args, state=b"\xc0", **rest)
+
+    monkeypatch.setattr(here.ledger, "commit", other_state)
+    await caller.talk(2)
+    await here.registry.close()
+    async with replica(here_url(here), "reader") as reader:
+        for _ in range(2):
+            with pytest.raises(ClientError) as error:
+                await reader.registry.attach("strange", TOKEN, None)
+            assert error.value.code is ErrorCode.LEDGER_CORRUPT
+            assert reader.registry.free_slots == 4
+        assert len(await tokens(reader.ledger, "strange")) == 2
+
+
+def here_url(here: Replica) -> str:
+    pool = here.ledger._connection._redis.connection_pool
+    return f"unix://{pool.connection_kwargs['path']}"
+
+
+async def test_a_stage_that_does_not_let_go_keeps_no_session_open(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "END_TIMEOUT_S", 0.3)
+    await here.open("held", Terms("context"))
+    caller = Caller("held")
+    await caller.dial(here)
+    await caller.talk(3)
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(here.stages.thinker, "close", never)
+    async with asyncio.timeout(2):
+        closed = await caller.close()
+    assert closed.code is ErrorCode.SESSION_ENDED
+    meta = await here.ledger.reader.meta("held")
+    assert meta is not None
+    assert (meta.phase, meta.nonce) == ("ended", "")

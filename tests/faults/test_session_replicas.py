@@ -3,6 +3,7 @@ event exactly once, a new epoch at chunk 0."""
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from duplex_sidecar.ledger.records import Redo
 from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, Event, InputAccepted
+from duplex_sidecar.session import assembly
 from duplex_sidecar.session.actor import Phase
 from duplex_sidecar.stages.errors import StageFault
 
@@ -425,3 +427,30 @@ async def test_a_lost_owner_cannot_write(fleet: Fleet) -> None:
     with pytest.raises(LeaseLost):
         await lost.redo(2, 1, "engine_restart")
     assert len(await committed(successor.ledger, "fence")) == 2
+
+
+async def test_a_session_grows_old_wherever_it_runs(valkey: EmbeddedValkey) -> None:
+    later = 5 * 3600.0
+    async with replica(valkey.url, "young") as young:
+        await young.open("ages", Terms("context"))
+        caller = Caller("ages")
+        await caller.dial(young)
+        await caller.talk(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "time", FutureTime(later))
+        async with replica(valkey.url, "old") as old:
+            await old.registry.attach("ages", TOKEN, caller.last_sequence)
+            await eventually(lambda: not old.registry.live)
+            meta = await old.ledger.reader.meta("ages")
+            assert meta is not None
+            assert meta.reason == ErrorCode.SESSION_EXPIRED
+
+
+class FutureTime:
+    """`time`, so many seconds later."""
+
+    def __init__(self, later_s: float) -> None:
+        self._later_s = later_s
+
+    def time(self) -> float:
+        return time.time() + self._later_s

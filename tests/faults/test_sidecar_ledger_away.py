@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +16,7 @@ from support.realtime import UNIT_BYTES, RealtimeClient, conversing, joined
 from support.sidecars import get
 from support.talks import CONTEXT, undisturbed
 
-from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
+from duplex_sidecar.client.local_sidecar import ApiError
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 pytestmark = pytest.mark.fault
@@ -52,7 +52,7 @@ class Outage:
 
 
 @asynccontextmanager
-async def outage(arena: Arena, how: signal.Signals) -> AsyncIterator[Outage]:
+async def outage(arena: Arena, how: signal.Signals) -> AsyncGenerator[Outage]:
     """The Valkey is well again afterwards, whatever a test does."""
     valkey = arena.bed.valkey
     pid = valkey.pid
@@ -84,7 +84,7 @@ async def test_a_ledger_that_goes_away_in_mid_conversation(
 ) -> None:
     """Held at first, then refused by name; when it is back the conversation goes on as if nothing
     had been: the same units, the same tokens."""
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     units = 16
     alone = await undisturbed(sidecar, CONTEXT, units)
     async with outage(arena, how) as away, conversing(sidecar, CONTEXT) as client:
@@ -117,7 +117,7 @@ async def test_a_ledger_that_goes_away_in_mid_conversation(
 
 async def test_input_that_was_refused_can_be_sent_again(arena: Arena) -> None:
     """A client that goes by what is acknowledged loses nothing."""
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     pcm = speech(8)
     async with outage(arena, signal.SIGSTOP) as away, conversing(sidecar, manifest()) as client:
         await client.speak(pcm[: 2 * UNIT_BYTES])
@@ -137,11 +137,13 @@ async def test_input_that_was_refused_can_be_sent_again(arena: Arena) -> None:
 
 
 async def test_a_client_that_comes_back_while_the_ledger_is_away(arena: Arena) -> None:
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     async with outage(arena, signal.SIGSTOP) as away, conversing(sidecar, manifest()) as client:
         await client.speak(speech(3))
         await client.until_unit(3)
-        token = client.socket.request.headers["authorization"].removeprefix("Bearer ")
+        request = client.socket.request
+        assert request is not None
+        token = request.headers["authorization"].removeprefix("Bearer ")
         await asyncio.to_thread(away.begin)
         client.socket.transport.abort()
         with pytest.raises(ApiError) as refusal:
@@ -149,9 +151,7 @@ async def test_a_client_that_comes_back_while_the_ledger_is_away(arena: Arena) -
         assert refusal.value.status == 503
         assert refusal.value.body["error"]["code"] == "ledger_unavailable"
         await asyncio.to_thread(away.end)
-        async with joined(
-            sidecar, client.session, token, heard=client.heard, resume=True
-        ) as again:
+        async with joined(sidecar, client.session, token, heard=client.heard, resume=True) as again:
             await again.speak(speech(1, 3))
             await again.until_unit(4)
             again.heard.assert_whole()
@@ -159,8 +159,7 @@ async def test_a_client_that_comes_back_while_the_ledger_is_away(arena: Arena) -
 
 def test_the_sidecar_is_still_the_same_process(arena: Arena) -> None:
     """None of the outages ended it or a stage of it."""
-    sidecar, _ = arena.pair()
-    assert isinstance(sidecar, LocalSidecar)
+    sidecar = arena.one()
     assert sidecar.process is not None
     assert sidecar.process.poll() is None
     page = get(sidecar, "/statusz")[1]

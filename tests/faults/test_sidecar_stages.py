@@ -23,7 +23,7 @@ OTHER_START_S = 21.0
 
 
 def victims_of(sidecar: LocalSidecar, names: tuple[str, ...]) -> list[psutil.Process]:
-    """"thinker" is the stage's process; "thinker core" the engine core below it."""
+    """ "thinker" is the stage's process; "thinker core" the engine core below it."""
     found: list[psutil.Process] = []
     for name in names:
         stage, _, part = name.partition(" ")
@@ -58,7 +58,7 @@ async def attack(
 ) -> tuple[Heard, Heard, int]:
     """Two conversations; in the middle of a unit of both the stages are killed. Returns what the
     two clients have heard, and the first unit after the kill."""
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     alone = await undisturbed(sidecar, OFF, UNITS)
     other_alone = await undisturbed(sidecar, CONTEXT, UNITS, OTHER_START_S)
     last_before = alone.inside_turn(3) if spoken_turn else 8
@@ -133,7 +133,7 @@ def assert_epochs_are_whole(heard: Heard) -> list[tuple[int, int]]:
     ids=["the Thinker's engine core", "both engine processes"],
 )
 async def test_engines_come_back_with_the_same_tokens(arena: Arena, names: tuple[str, ...]) -> None:
-    sidecar = arena.pair()[0]
+    sidecar = arena.one()
     before = restarts(sidecar, "thinker")
     one, two, unit = await attack(arena, names)
     # The unit under way is submitted again, as a whole prompt, in the window that it had.
@@ -160,7 +160,7 @@ async def test_a_lost_encoder_hears_on_exactly(arena: Arena) -> None:
 
 async def test_who_needs_no_vocoder_does_not_wait_for_it(arena: Arena) -> None:
     """Units that listen go on while the vocoder is down."""
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     silence = bytes(32_000)
     async with conversing(sidecar, OFF) as client:
         await client.append(silence, force_listen=True)
@@ -168,7 +168,7 @@ async def test_who_needs_no_vocoder_does_not_wait_for_it(arena: Arena) -> None:
         (victim,) = victims_of(sidecar, ("code2wav",))
         victim.kill()
         walls: list[Any] = []
-        while await asyncio.to_thread(lambda: sidecar.readiness()[0]):
+        while await asyncio.to_thread(lambda: sidecar.readiness()[0]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for number in range(2, 8):
             await client.append(silence, force_listen=True)
@@ -179,7 +179,7 @@ async def test_who_needs_no_vocoder_does_not_wait_for_it(arena: Arena) -> None:
 
 
 async def test_a_session_may_be_opened_and_closed_while_a_stage_restarts(arena: Arena) -> None:
-    sidecar, _ = arena.pair()
+    sidecar = arena.one()
     async with conversing(sidecar, OFF) as client:
         await speak_in_step(client, 1, 2)
         (victim,) = victims_of(sidecar, ("encoder",))

@@ -29,17 +29,27 @@ class Arena:
 
     def pair(self) -> tuple[LocalSidecar, LocalSidecar]:
         """Two sidecars that are ready."""
-        if not self.bed.valkey.running:
-            self.bed.valkey.start()
         for place in ("first", "second"):
             self._ensure(place)
         for sidecar in self.live.values():
             sidecar.wait_ready()
         return self.live["first"], self.live["second"]
 
-    def _ensure(self, place: str) -> None:
+    def one(self) -> LocalSidecar:
+        """A sidecar that is ready."""
+        place = "second" if self._lives("second") and not self._lives("first") else "first"
+        self._ensure(place)
+        self.live[place].wait_ready()
+        return self.live[place]
+
+    def _lives(self, place: str) -> bool:
         sidecar = self.live.get(place)
-        if sidecar is not None and sidecar.process is not None and sidecar.process.poll() is None:
+        return (
+            sidecar is not None and sidecar.process is not None and sidecar.process.poll() is None
+        )
+
+    def _ensure(self, place: str) -> None:
+        if self._lives(place):
             return
         self._started += 1
         self.live[place] = self.bed.prepare(

@@ -1,10 +1,10 @@
-"""A plain WebSocket client of the realtime door: no SDK, every received message kept byte for byte."""
+"""A plain WebSocket client of the realtime door: no SDK, every message kept byte for byte."""
 
 import asyncio
 import base64
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,20 +114,22 @@ class RealtimeClient:
 
     async def until(
         self,
-        name: str,
+        name: str | tuple[str, ...],
         where: Callable[[Json], bool] = lambda event: True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Json:
-        """The next event of that type for which `where` holds. Raises Gone, TimeoutError."""
+        """The next event of that type (or of one of these) for which `where` holds. Raises Gone,
+        TimeoutError."""
+        names = (name,) if isinstance(name, str) else name
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     event = await self.next(timeout_s)
-                    if event["type"] == name and where(event):
+                    if event["type"] in names and where(event):
                         return event
         except ConnectionClosed as closed:
             code, reason = close_of(closed)
-            raise Gone(code, reason, name) from closed
+            raise Gone(code, reason, " or ".join(names)) from closed
 
     async def until_unit(self, number: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Json:
         """The facts of that unit, now or when it is done."""
@@ -196,7 +198,7 @@ async def dialled(
     heard: Heard | None = None,
     resume: bool = False,
     **options: Any,
-) -> AsyncIterator[RealtimeClient]:
+) -> AsyncGenerator[RealtimeClient]:
     """A connection that has neither said nor read anything."""
     connection = connect(
         realtime_url(sidecar, session, resume=resume),
@@ -218,7 +220,7 @@ async def joined(
     heard: Heard | None = None,
     resume: bool = False,
     **options: Any,
-) -> AsyncIterator[RealtimeClient]:
+) -> AsyncGenerator[RealtimeClient]:
     """A connection behind its first event, with 16 kHz input declared. With `resume` it first says
     which event it has heard last."""
     async with dialled(sidecar, session, token, heard=heard, resume=resume, **options) as client:
@@ -241,7 +243,7 @@ def new_session(sidecar: LocalSidecar, manifest: str, prefix: str = "t") -> tupl
 @asynccontextmanager
 async def conversing(
     sidecar: LocalSidecar, manifest: str, prefix: str = "t"
-) -> AsyncIterator[RealtimeClient]:
+) -> AsyncGenerator[RealtimeClient]:
     """A new session with one client; ended for good afterwards, so that its slot is free."""
     session, token = await asyncio.to_thread(new_session, sidecar, manifest, prefix)
     try:

@@ -19,7 +19,6 @@ from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 
-
 @dataclass
 class Bed:
     """What sidecars lie on. `work` has a short path: sockets are below it."""

@@ -137,7 +137,7 @@ def full_config(thinker_layers: int = FULL_LAYERS) -> CheckpointConfig:
             patch_size=14,
             image_size=980,
         ),
-        drop_vision_last_layer=False,
+        drop_vision_last_layer=True,
         tile_pixels=448,
         query_num=64,
         max_slice_nums=9,

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from duplex_api.manifest import ManifestError, load_manifest
 from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.output import require_room
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
@@ -39,6 +40,7 @@ from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 LEAST_SPEECH_S = 60
+OUTPUT_BYTES = 16 * 1024 * 1024
 OUTPUT_FILES = ("reply.wav", "timeline.png", "spans.jsonl", "ledger.jsonl")
 
 
@@ -129,11 +131,12 @@ def _demo(
     load_manifest(manifest)  # refused here, with its paths, before anything is started
     speech = read_speech(examples / "audio" / "conversation.flac")
     frames = read_frames(examples / "video" / "camera.mp4") if camera else None
+    for name in OUTPUT_FILES:
+        (out / name).unlink(missing_ok=True)
+    require_room(out, OUTPUT_BYTES)
     checkpoint = default_checkpoint()
     _make_checkpoint(console, checkpoint)
     work = _short_work_folder()
-    for name in OUTPUT_FILES:
-        (out / name).unlink(missing_ok=True)
     valkey = EmbeddedValkey(work / "ledger")
     valkey.start()
     try:

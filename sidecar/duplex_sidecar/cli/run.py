@@ -13,8 +13,14 @@ from rich.console import Console
 from duplex_api.manifest import ManifestError, load_manifest
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.demo import write_wave
+from duplex_sidecar.cli.output import require_room
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
-from duplex_sidecar.client.conversation import Conversation, ConversationFailed, lay_out_replies
+from duplex_sidecar.client.conversation import (
+    OUTPUT_RATE_HZ,
+    Conversation,
+    ConversationFailed,
+    lay_out_replies,
+)
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarFailed
 from duplex_sidecar.client.media import MediaError, read_frames, read_speech
 from duplex_sidecar.client.table import LiveTable
@@ -56,6 +62,8 @@ def run(
         load_manifest(manifest)
         speech = read_speech(audio)
         frames = read_frames(video) if video else None
+        # At most as long as the recording and one reply more.
+        require_room(out.absolute().parent, 2 * OUTPUT_RATE_HZ * (len(speech) // 32_000 + 60))
         path = checkpoint or default_checkpoint()
         if checkpoint is None:
             from duplex_sidecar.checkpoint.tiny import make_tiny

@@ -2,10 +2,12 @@
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import uvicorn
@@ -18,12 +20,15 @@ from duplex_sidecar.doors.websocket import DoorWebSocket
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.engine.settings import Device
+from duplex_sidecar.stages.supervisor import StageStartError
 from duplex_sidecar.telemetry.logs import configure_logs
 
 EXIT_USAGE = 2
 EXIT_CHECKPOINT = 3
 EXIT_PORT_TAKEN = 4
 EXIT_LEDGER = 5
+EXIT_START = 6
+"""A stage does not start, or the ledger is of a wrong kind."""
 GRACEFUL_SHUTDOWN_S = 10
 
 
@@ -74,6 +79,9 @@ def serve(
 def run_sidecar(settings: SidecarSettings) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status."""
     configure_logs(settings.replica, "sidecar")
+    # The server takes these over, and raises them again when it has ended in good order.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:
@@ -81,9 +89,15 @@ def run_sidecar(settings: SidecarSettings) -> int:
         return _complain(
             EXIT_PORT_TAKEN, f"cannot listen on {settings.host}:{settings.port}: {reason}"
         )
+    failures: list[BaseException] = []
+
+    def give_up(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
     with listener:
         try:
-            app = create_app(settings)
+            app = create_app(settings, give_up)
         except CheckpointError as error:
             return _complain(
                 EXIT_CHECKPOINT, f"{error}\nmake one with: duplex checkpoint make PATH"
@@ -103,7 +117,11 @@ def run_sidecar(settings: SidecarSettings) -> int:
             )
         )
         server.run(sockets=[listener])
-    return 0
+    return _complain(EXIT_START, _start_failure(failures[0])) if failures else 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 def _settings(
@@ -153,6 +171,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _start_failure(error: BaseException) -> str:
+    tail = error.log_tail if isinstance(error, StageStartError) else ()
+    return "\n".join((str(error), *tail))
 
 
 def _complain(status: int, text: str) -> int:

@@ -11,6 +11,8 @@ from duplex_sidecar.stages.family import die_with_stage
 THINKER_PROCESSOR = "duplex_sidecar.engine_plugin.thinker_processor:ThinkerProcessor"
 TALKER_PROCESSOR = "duplex_sidecar.engine_plugin.talker_processor:TalkerProcessor"
 """Values for the engine argument `logits_processors`."""
+DECISION_ROWS_KEY = "decision_rows"
+"""In the plugin's config: the Thinker publishes the hidden row of each unit's decision, too."""
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ import torch
 from vllm.config import VllmConfig
 
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary
+from duplex_sidecar.engine_plugin import DECISION_ROWS_KEY
 from duplex_sidecar.engine_plugin.tap import TAP
 from duplex_sidecar.engine_plugin.unit_rows import LiveUnit, Tokens, UnitRowsProcessor
 from duplex_sidecar.model.minicpmo45.decode import UnitRules, decode_rules
@@ -16,12 +17,14 @@ class ThinkerProcessor(UnitRowsProcessor[UnitRules]):
     """Publishes every step: (stream, unit, absolute index, sampled, emitted, hidden row).
 
     The row of a step is the final hidden state from which its logits came: that of the token one
-    index before. A unit's first step has the last prompt position's, which nobody needs.
+    index before. A unit's first step has the last prompt position's, which nobody needs but a proof
+    of exactness: it is published where that is asked for.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._vocabulary = load_vocabulary(self.checkpoint)
+        self._decision_rows = DECISION_ROWS_KEY in self.config
 
     def decode_rules(self, rules: bytes) -> UnitRules:
         return decode_rules(rules, self._vocabulary)
@@ -50,6 +53,6 @@ class ThinkerProcessor(UnitRowsProcessor[UnitRules]):
         host = hidden[rows].detach().to("cpu").contiguous()
         row_bytes = host.view(torch.uint8).numpy()
         return [
-            memoryview(row_bytes[i]) if unit.output_ids else memoryview(b"")
+            memoryview(row_bytes[i]) if unit.output_ids or self._decision_rows else memoryview(b"")
             for i, unit in enumerate(units)
         ]

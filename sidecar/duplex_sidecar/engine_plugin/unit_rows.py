@@ -18,7 +18,7 @@ empty. Should the history be shorter than the engine's list nevertheless, the un
 import logging
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -34,7 +34,7 @@ from duplex_sidecar.engine_plugin.unit_args import UnitArgs, unit_args
 logger = logging.getLogger(__name__)
 
 PLUGIN_CONFIG_KEY = "duplex"
-"""Key of `additional_config`: a map with `ring` and `checkpoint`, two paths."""
+"""Key of `additional_config`: a map with `ring` and `checkpoint`, two paths, and switches."""
 
 _HISTORIES_PER_SEAT = 4
 
@@ -88,8 +88,9 @@ class UnitRowsProcessor(LogitsProcessor, Generic[RulesT]):
         self._histories: OrderedDict[int, _History] = OrderedDict()
         self._kept_histories = _HISTORIES_PER_SEAT * vllm_config.scheduler_config.max_num_seqs
         config = cast("dict[str, Any]", vllm_config.additional_config)[PLUGIN_CONFIG_KEY]
-        self.checkpoint = Path(config["checkpoint"])
-        self.ring = RingWriter(Path(config["ring"]))
+        self.config = cast("Mapping[str, str]", config)
+        self.checkpoint = Path(self.config["checkpoint"])
+        self.ring = RingWriter(Path(self.config["ring"]))
 
     @abstractmethod
     def decode_rules(self, rules: bytes) -> RulesT:

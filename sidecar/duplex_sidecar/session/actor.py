@@ -15,7 +15,12 @@ from enum import StrEnum
 import msgspec
 
 from duplex_api.resolve import ResolvedLifecycle
-from duplex_sidecar.ledger.errors import LeaseLost, LedgerError, LedgerUnavailable
+from duplex_sidecar.ledger.errors import (
+    LeaseLost,
+    LedgerError,
+    LedgerFull,
+    LedgerUnavailable,
+)
 from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.commands import (
@@ -116,8 +121,10 @@ class SessionActor:
         lifecycle: ResolvedLifecycle,
         recover: Recover | None,
         clock_s: Callable[[], float],
+        age_s: float,
     ) -> None:
-        """recover: None for a new session."""
+        """recover: None for a new session. age_s: since the session was opened, here or
+        elsewhere."""
         self.session = session
         self.phase = Phase.OPENING
         self._mode = mode
@@ -145,7 +152,7 @@ class SessionActor:
         self._asked_to_end: _Ending | None = None
         self._told_refusing = False
         now = clock_s()
-        self._opened_at = self._last_input_at = now
+        self._opened_at, self._last_input_at = now - age_s, now
         self._detached_at: float | None = now
         self.ended = asyncio.Event()
         self.ended_because: Closed | None = None
@@ -263,6 +270,9 @@ class SessionActor:
         except LeaseLost as error:
             log.info("session dropped: %s", error.reason)
             return _Ending(ErrorCode.LEASE_LOST, "another replica runs the session", for_good=False)
+        except LedgerFull as error:
+            log.error("session dropped: %s", error)
+            return _Ending(ErrorCode.RESOURCE_EXHAUSTED, f"ledger: {error.reason}", for_good=False)
         except LedgerError as error:
             log.error("session dropped: %s: %s", type(error).__name__, error)
             return _Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__, for_good=False)
@@ -404,11 +414,15 @@ class SessionActor:
                 if self._work is not None:
                     self._work.cancel()
                     await asyncio.gather(self._work, return_exceptions=True)
-                await self._runner.close()
-                if ending.for_good:
-                    await self._durable.end(ending.code)
-                else:
-                    await self._durable.release()
+                # Side by side: neither a stage nor a ledger that is away keeps the other waiting.
+                outcomes = await asyncio.gather(
+                    self._durable.end(ending.code) if ending.for_good else self._durable.release(),
+                    self._runner.close(),
+                    return_exceptions=True,
+                )
+            for failure in outcomes:
+                if failure is not None:
+                    raise failure
         except (TimeoutError, LedgerError) as error:
             log.warning("session ended without its last ledger entry: %s", type(error).__name__)
         except Exception:

@@ -47,7 +47,7 @@ from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
 @dataclass(frozen=True)
 class Assembly:
     """What all sessions of this replica share. clock_s: what grace times and holds are measured
-    with."""
+    with. rebuild_ahead: open the stream of a slide that is sure to come before its append does."""
 
     model: ServedModel
     stages: StageSet
@@ -57,6 +57,7 @@ class Assembly:
     replica: str
     ledger_hold_s: float
     clock_s: Callable[[], float] = time.monotonic
+    rebuild_ahead: bool = True
 
     def new_trace(self, session: str) -> SessionTrace:
         return self.tracing.session(session, None, SegmentReason.OPENED)
@@ -93,7 +94,7 @@ def assemble_new(
     trace: SessionTrace,
 ) -> SessionActor:
     parts = _parts(shared, draft, lease, head, trace, taken_up=False)
-    return _actor(shared, draft, parts, conversation, first_speech(), None, None)
+    return _actor(shared, draft, parts, conversation, first_speech(), None, None, age_s=0.0)
 
 
 def assemble_recovered(
@@ -118,7 +119,10 @@ def assemble_recovered(
     async def recover() -> tuple[Conversation, Speech]:
         return await _recover(loaded, decision, parts, conversation, speech, open_unit, shared)
 
-    return _actor(shared, loaded.opening, parts, conversation, speech, open_unit, recover)
+    age_s = max(0.0, time.time() - loaded.opening.at_ms / 1000)
+    return _actor(
+        shared, loaded.opening, parts, conversation, speech, open_unit, recover, age_s=age_s
+    )
 
 
 async def _recover(
@@ -150,9 +154,10 @@ async def _recover(
                 decision.redo.unit.traceparent,
             )
         # A failed restore is tried again with the next append, which knows how to wait for a stage.
-        await asyncio.gather(restoring, return_exceptions=True)
+        await asyncio.wait({restoring})
     finally:
         restoring.cancel()
+        await asyncio.gather(restoring, return_exceptions=True)
     return conversation, speech
 
 
@@ -223,6 +228,7 @@ def _parts(
         durable,
         trace,
         taken_up=taken_up,
+        rebuild_ahead=shared.rebuild_ahead,
     )
     runner = UnitRunner(
         facts,
@@ -246,6 +252,8 @@ def _actor(
     speech: Speech,
     open_unit: OpenUnit | None,
     recover: Recover | None,
+    *,
+    age_s: float,
 ) -> SessionActor:
     facts = facts_of(opening, shared.model)
     terms = terms_of(opening)
@@ -268,6 +276,7 @@ def _actor(
         lifecycle=terms.lifecycle,
         recover=recover,
         clock_s=shared.clock_s,
+        age_s=age_s,
     )
     parts.outlet.publish = actor.publish
     return actor

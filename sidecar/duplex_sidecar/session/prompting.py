@@ -18,7 +18,12 @@ from duplex_sidecar.session.rows import RetainedUnits, StoredRows, decode_rows, 
 from duplex_sidecar.stages.envelope import ThinkerPart
 from duplex_sidecar.window.parts import HistoryUnit, UnitInput
 from duplex_sidecar.window.plan import plan
-from duplex_sidecar.window.render import render_append, render_prompt
+from duplex_sidecar.window.render import (
+    history_parts,
+    render_append,
+    render_prompt,
+    require_length,
+)
 from duplex_sidecar.window.state import Plan, RebuildCause, WindowAppend, WindowState
 
 LoadSession = Callable[[], Awaitable[LoadedSession]]
@@ -28,12 +33,19 @@ def plan_append(
     facts: SessionFacts, before: Conversation, append: Append, rebuild: RebuildCause | None
 ) -> tuple[Plan, WindowState]:
     """The plan of an append after the last committed unit, and the window after its admission."""
+    return plan_after(facts, before, append.reservation.slots, rebuild)
+
+
+def plan_after(
+    facts: SessionFacts, before: Conversation, update_tokens: int, rebuild: RebuildCause | None
+) -> tuple[Plan, WindowState]:
+    """The same for any append that takes so many positions."""
     completed_ids = before.completed.ids if before.completed else ()
     return plan(
         before.window,
         WindowAppend(
-            seq=append.seq,
-            update_tokens=append.reservation.slots,
+            seq=before.seq + 1,
+            update_tokens=update_tokens,
             completed_ids=completed_ids,
             completed_ends=before.completed_ends,
         ),
@@ -60,17 +72,31 @@ class Prompter:
     def retained(self) -> RetainedUnits:
         return self._retained
 
-    def extension(self, before: Conversation, append: Append) -> tuple[ThinkerPart, ...]:
-        """What extends the stream: the closure of the unit before, then the append. Raises
-        RenderError when its length is not the reserved one."""
-        expected = append.reservation.slots
+    def extension(
+        self, append: Append, completed: HistoryUnit | None, expected_tokens: int
+    ) -> tuple[ThinkerPart, ...]:
+        """What extends the stream: the closure of the unit before (None: the stream holds it closed
+        already), then the append. Raises RenderError when its length is not the expected one."""
         parts = render_append(
             unit_input(append),
-            before.completed,
+            completed,
             self._facts.layout_ids,
             MEDIA_LENGTHS,
-            expected,
+            expected_tokens,
         )
+        return self._retained.resolve(parts)
+
+    def history(self, window: WindowState, expected_tokens: int) -> tuple[ThinkerPart, ...]:
+        """Context and closed units alone, for a stream that is opened before its next append; from
+        memory, as only a slide is foreseen. Raises RenderError, RowsMissing."""
+        parts = history_parts(
+            self._facts.prompt,
+            window.previous_ids,
+            self._retained.history(unit.seq for unit in window.units),
+            self._facts.layout_ids,
+            MEDIA_LENGTHS,
+        )
+        require_length(parts, expected_tokens)
         return self._retained.resolve(parts)
 
     async def whole_prompt(

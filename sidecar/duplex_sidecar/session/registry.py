@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import msgspec
+
 from duplex_api.resolve import ResolvedSession, resolve_session
 from duplex_api.session import DuplexSession
 from duplex_api.window import WindowLimits
@@ -36,6 +38,7 @@ from duplex_sidecar.session.actor import ClientAttachment, SessionActor
 from duplex_sidecar.session.assembly import Assembly, assemble_new, assemble_recovered
 from duplex_sidecar.session.conversation import encode_conversation
 from duplex_sidecar.session.opening import opening_of, require_served
+from duplex_sidecar.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
 
@@ -230,15 +233,20 @@ class SessionRegistry:
     # --- inside -----------------------------------------------------------------------------------
 
     def _start(self, session: str, actor: SessionActor, token_sha256: str) -> SessionActor:
-        task = asyncio.create_task(actor.run(), name=f"session {session}")
-        self._live[session] = _Live(actor, task, token_sha256)
-        self._assembly.metrics.sessions_live(len(self._live))
-
         def forget(_: asyncio.Task[None]) -> None:
             del self._live[session]
             self._assembly.metrics.sessions_live(len(self._live))
+            because = actor.ended_because
+            code = because.code if because else None
+            fields = {"reason": code, "units": actor.conversation.seq}
+            log.info("session no longer runs here", extra={"fields": fields})
 
-        task.add_done_callback(forget)
+        with log_context(session=session):  # the task keeps it, and so do those that it starts
+            task = asyncio.create_task(actor.run(), name=f"session {session}")
+            task.add_done_callback(forget)
+            log.info("session runs here", extra={"fields": {"units": actor.conversation.seq}})
+        self._live[session] = _Live(actor, task, token_sha256)
+        self._assembly.metrics.sessions_live(len(self._live))
         if self._closed:
             actor.let_go()
             self._require_open()
@@ -289,7 +297,7 @@ def _typed_refusals() -> Generator[None]:
         raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
     except LedgerFull as error:
         raise ClientError(ErrorCode.RESOURCE_EXHAUSTED, error.reason) from error
-    except LedgerError as error:
+    except (LedgerError, msgspec.MsgspecError) as error:
         log.error("session cannot be opened or taken up: %s", error)
         raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
 

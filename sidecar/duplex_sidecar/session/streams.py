@@ -93,8 +93,7 @@ class EngineStream(Generic[_Part, _Answer]):
             # Also if this call is given up: `close` waits for it then.
             await asyncio.shield(self._close_soon(old))
             old = None
-        stream = f"{self._name}/{next(self._numbers)}"
-        generation = self._stage.generation
+        stream, generation = self._new_name(), self._stage.generation
         try:
             answer = await self._feed(StreamFeed(stream, unit, True, 0, parts, rules))
             self._stream, self._generation = stream, generation
@@ -105,6 +104,31 @@ class EngineStream(Generic[_Part, _Answer]):
         finally:
             if old is not None:
                 self._close_soon(old).add_done_callback(lambda _: self._spare.give_back())
+
+    @property
+    def may_open_beside(self) -> bool:
+        """Whether there is a live stream and a free seat beside it."""
+        return self.live and self._spare.free > 0
+
+    async def open_beside(self, unit: int, parts: tuple[_Part, ...], rules: bytes) -> _Answer:
+        """Open the stream that takes the live one's place; the old one is let go after the answer.
+        A failure leaves the old one as it was and nothing of the new one. Raises StageError, also
+        (refused) when there is no seat or nothing to stand beside."""
+        old = self._stream
+        if old is None or not self.live or not self._spare.try_take():
+            raise StageError(self._name, StageFault.REFUSED, "no seat beside a live stream")
+        stream, generation = self._new_name(), self._stage.generation
+        gone = stream
+        try:
+            answer = await self._feed_stage(StreamFeed(stream, unit, True, 0, parts, rules))
+            self._stream, self._generation = stream, generation
+            gone = old
+            return answer
+        finally:
+            self._close_soon(gone).add_done_callback(lambda _: self._spare.give_back())
+
+    def _new_name(self) -> str:
+        return f"{self._name}/{next(self._numbers)}"
 
     async def _feed(self, feed: StreamFeed[_Part]) -> _Answer:
         try:

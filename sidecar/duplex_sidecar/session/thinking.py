@@ -4,10 +4,14 @@ A lost stream costs time, never a token: the unit is submitted again, recorded f
 rules and so the same draws, as a whole prompt rendered from the same records.
 """
 
+import time
+
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
+from duplex_sidecar.model.minicpmo45.constants import CLOSURE_POSITIONS
 from duplex_sidecar.model.minicpmo45.decode import UnitRules, answer_facts, encode_rules
 from duplex_sidecar.protocol.errors import ErrorCode
+from duplex_sidecar.session.ahead import RebuildAhead
 from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionFacts, SessionOver
@@ -42,14 +46,17 @@ class ThinkerDriver:
         trace: SessionTrace,
         *,
         taken_up: bool,
+        rebuild_ahead: bool,
     ) -> None:
-        """taken_up: from another owner; this one's first stream then comes from a rebuild."""
+        """taken_up: from another owner; this one's first stream then comes from a rebuild.
+        rebuild_ahead: open the stream of a slide that is sure to come before its append does."""
         self._facts = facts
         self._stage = stage
         self._stream = stream
         self._prompter = prompter
         self._durable = durable
         self._trace = trace
+        self._ahead = RebuildAhead(facts, stream, prompter, trace, enabled=rebuild_ahead)
         self._no_stream_because = (
             RebuildCause.REPLICA_RESTART if taken_up else RebuildCause.ENGINE_RESTART
         )
@@ -104,6 +111,10 @@ class ThinkerDriver:
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, planned.plan, planned.window)
 
+    def committed(self, after: Conversation) -> None:
+        """The unit of `after` is durable: what the next one is sure to need may be made now."""
+        self._ahead.start(after)
+
     async def repeat(
         self, after: Conversation, pending: UnitInput, token_ids: tuple[int, ...], watch: UnitWatch
     ) -> Answered:
@@ -139,6 +150,7 @@ class ThinkerDriver:
         return Answered(rules, answer, facts, rebuild, window)
 
     async def close(self) -> None:
+        await self._ahead.close()
         await self._stream.close()
 
     async def _submit(
@@ -149,9 +161,17 @@ class ThinkerDriver:
         rules: UnitRules,
         watch: UnitWatch,
     ) -> ThinkerAnswer:
-        plan = planned.plan
-        if isinstance(plan, Extend) and self._stream.live:
-            parts = self._prompter.extension(before, append)
+        plan, slots = planned.plan, append.reservation.slots
+        waits_since = time.perf_counter()
+        ahead = await self._ahead.opened()
+        if ahead is not None and self._stream.live and ahead.foreseen.fits(planned):
+            watch.rebuilt_ahead((time.perf_counter() - waits_since) * 1000, ahead.elapsed_ms)
+            watch.metrics.rebuild(TracedCause.SLIDE, ahead.elapsed_ms)
+            parts = self._prompter.extension(append, None, slots - CLOSURE_POSITIONS)
+            position = ahead.foreseen.history_tokens
+            return await self._stream.extend(append.seq, position, parts, encode_rules(rules))
+        if ahead is None and isinstance(plan, Extend) and self._stream.live:
+            parts = self._prompter.extension(append, before.completed, slots)
             return await self._stream.extend(
                 append.seq, plan.position_tokens, parts, encode_rules(rules)
             )
@@ -183,6 +203,6 @@ class ThinkerDriver:
         ) as span:
             answer = await self._stream.rebuild(seq, parts, encode_rules(rules))
         self._no_stream_because = RebuildCause.ENGINE_RESTART
-        watch.rebuild_ms = span.elapsed_ms
+        watch.rebuilt(span.elapsed_ms)
         watch.metrics.rebuild(TracedCause(plan.cause), span.elapsed_ms)
         return answer

@@ -8,6 +8,7 @@ lost on the way is waited for and the unit is submitted again, recorded first, w
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
@@ -52,11 +53,14 @@ from duplex_sidecar.session.speaking import Speaker
 from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.watching import UNIT_MS, UnitWatch
 from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.telemetry.logs import log_context
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import StageName, StepName, UnitDecision
 from duplex_sidecar.telemetry.traces import SessionTrace
 from duplex_sidecar.window.render import RenderError
 from duplex_sidecar.window.state import Rebuild, RebuildCause
+
+log = logging.getLogger(__name__)
 
 Publish = Callable[[events.Event], None]
 
@@ -198,7 +202,7 @@ class UnitRunner:
         facts = answered.facts
         completed = history_of(append.seq, rows, facts.content_ids, facts.terminator)
         after = conversation_after(
-            self._facts, before, open_unit, completed, answered, watch.rebuild_ms
+            self._facts, before, open_unit, completed, answered, watch.rebuild_cost_ms
         )
         self._retain(after)
         watch.trace.decided(
@@ -229,6 +233,7 @@ class UnitRunner:
                 encode_conversation(after),
                 trim_after(self._facts.policy.mode, after),
             )
+        self._thinker.committed(after)
 
     async def _speak(
         self,
@@ -280,14 +285,17 @@ class UnitRunner:
 
     @contextmanager
     def _unit(self, seq: int, speech: Speech, redo_of: str | None = None) -> Generator[UnitWatch]:
-        """The span of a unit. What no retry mends ends this session, by name; other sessions are
-        not concerned."""
-        with self._trace.unit(seq, speech.turn, UNIT_MS, redo_of=redo_of) as trace:
+        """The span of a unit, and its number in the log. What no retry mends ends this session, by
+        name; other sessions are not concerned."""
+        span = self._trace.unit(seq, speech.turn, UNIT_MS, redo_of=redo_of)
+        with span as trace, log_context(unit=seq):
             try:
                 yield UnitWatch(trace, self._metrics)
             except StageError as error:
                 detail = f"{error.stage}: {error.fault}"
+                log.error("unit failed: %s", detail)
                 raise SessionOver(ErrorCode.UNIT_FAILED, detail) from error
             except _UNMENDABLE as error:
                 detail = f"{type(error).__name__}: {error}"
+                log.error("unit failed: %s", detail)
                 raise SessionOver(ErrorCode.UNIT_FAILED, detail) from error

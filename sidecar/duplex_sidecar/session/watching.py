@@ -21,18 +21,28 @@ _STAGES = {
 
 class UnitWatch:
     """One unit under way. stage_ms: milliseconds of each step that has ended, by stage or step.
-    rebuild_ms: of the Thinker's rebuild, None when its stream was extended."""
+    rebuild_ms: that the unit waited for the Thinker's rebuild, None when its stream was extended.
+    rebuild_cost_ms: that the rebuild took, also when it was made ahead and nobody waited."""
 
     def __init__(self, trace: UnitTrace, metrics: Metrics) -> None:
         self.trace = trace
         self.metrics = metrics
         self.stage_ms: dict[str, float] = {}
         self.rebuild_ms: float | None = None
+        self.rebuild_cost_ms: float | None = None
         self._started_s = time.perf_counter()
 
     @property
     def wall_ms(self) -> float:
         return (time.perf_counter() - self._started_s) * 1000
+
+    def rebuilt(self, elapsed_ms: float) -> None:
+        """The unit's prompt was rebuilt while it waited."""
+        self.rebuild_ms = self.rebuild_cost_ms = elapsed_ms
+
+    def rebuilt_ahead(self, waited_ms: float, cost_ms: float) -> None:
+        """The unit found its prompt rebuilt, or nearly so."""
+        self.rebuild_ms, self.rebuild_cost_ms = waited_ms, cost_ms
 
     @contextmanager
     def step(self, step: StepName) -> Generator[None]:

@@ -140,6 +140,8 @@ class ThinkerAnswer(msgspec.Struct, frozen=True):
     hidden: [len(emitted_ids) - 1, hidden]; row k is the final hidden state after feeding
     emitted_ids[k] (the last token is not fed in its own unit).
     engine_ms: time from submission to the last token.
+    decision_row: [1, hidden], the final hidden state of the prompt's last position, from which the
+    unit's first token is decided; None unless the stage is told to hand it out.
     """
 
     session: str
@@ -149,6 +151,7 @@ class ThinkerAnswer(msgspec.Struct, frozen=True):
     sampled_ids: tuple[int, ...]
     hidden: Tensor
     engine_ms: float
+    decision_row: Tensor | None = None
 
 
 class ThinkerClose(msgspec.Struct, frozen=True, tag="thinker.close"):

@@ -158,10 +158,13 @@ class SessionTrace:
         replacement_tokens: int,
         predicted_ms: float | None,
         unit: "UnitTrace | None" = None,
+        *,
+        ahead: bool = False,
     ) -> "TimedSpan":
         """Span `duplex.window.rebuild`, to be used as a context manager around the rebuild; its end
         sets `duplex.rebuild.actual_ms`. `unit`: the unit that waits for it, None for one made ahead
-        or at recovery. `seq`: the unit whose prompt it makes."""
+        or at recovery. `seq`: the unit whose prompt it makes. `replacement_tokens`: of the prompt,
+        or, with `ahead`, of what is known of it before its append is there."""
         attributes: dict[str, AttributeValue] = {
             names.SESSION_ID: self.session,
             names.UNIT_SEQ: seq,
@@ -171,6 +174,8 @@ class SessionTrace:
             names.WINDOW_DROPPED_TOKENS: dropped_tokens,
             names.WINDOW_REPLACEMENT_TOKENS: replacement_tokens,
         }
+        if ahead:
+            attributes[names.REBUILD_AHEAD] = True
         if predicted_ms is not None:
             attributes[names.REBUILD_PREDICTED_MS] = predicted_ms
         context = self._context if unit is None else unit.context

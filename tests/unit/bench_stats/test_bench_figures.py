@@ -136,6 +136,7 @@ def seen(**facts: object) -> Seen:
         "tokens": 1,
         "audio_samples": 0,
         "turn": 0,
+        "replica": "one",
     }
     return Seen(**(values | facts))  # pyright: ignore[reportArgumentType]
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from fake_stage import rows
@@ -210,7 +211,7 @@ async def test_a_talker_prompt_at_its_limit_is_recomputed_once() -> None:
         await voice.unit(number, spoken(1, 2, 3))
     opened = [feed for feed in voice.stages.talker.feeds if feed.opens]
     assert [len(feed.parts) for feed in opened] == [1, *[3] * (len(opened) - 1)]
-    between = [b.unit - a.unit for a, b in zip(opened, opened[1:], strict=False)]
+    between = [after.unit - before.unit for before, after in pairwise(opened)]
     assert min(between) > 1, "never on every condition"
 
 

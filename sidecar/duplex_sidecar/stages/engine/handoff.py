@@ -8,10 +8,11 @@ from duplex_sidecar.engine_plugin.ring import RecordFlag, RingReader, StepRecord
 
 class UnitSteps(NamedTuple):
     """sampled_ids and rows of a whole unit; rows[k] belongs to the unit's token k, so there is one
-    less than tokens."""
+    less than tokens. decision_row: of the prompt's last position, empty unless it was published."""
 
     sampled_ids: tuple[int, ...]
     rows: tuple[bytes, ...]
+    decision_row: bytes
 
 
 class RowsLostError(Exception):
@@ -75,4 +76,5 @@ class Handoff:
         rows = tuple(record.payload for record in records[1:])
         if any(len(row) != row_bytes for row in rows):
             raise RowsLostError("a hidden row has a wrong size")
-        return UnitSteps(tuple(record.sampled_id for record in records), rows)
+        sampled_ids = tuple(record.sampled_id for record in records)
+        return UnitSteps(sampled_ids, rows, records[0].payload)

@@ -1,5 +1,6 @@
 """The Thinker stage: feeds in, tokens and hidden rows out. Runs in the Thinker's process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from duplex_sidecar.checkpoint.config import CheckpointConfig
 from duplex_sidecar.checkpoint.engine_view import EngineModel, write_engine_view
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary
-from duplex_sidecar.engine_plugin import THINKER_PROCESSOR
+from duplex_sidecar.engine_plugin import DECISION_ROWS_KEY, THINKER_PROCESSOR
 from duplex_sidecar.engine_plugin.ring import RingReader
 from duplex_sidecar.model.minicpmo45.decode import (
     GREEDY_SAMPLING,
@@ -99,19 +100,22 @@ class ThinkerService:
         except (UnitFaultError, RowsLostError) as error:
             raise self._host.poison(answered, feed, error) from None
         self._host.finish_unit(answered, feed)
+        decision_row: Tensor | None = None
+        if self._settings.decision_rows:
+            decision_row = self._rows([steps.decision_row])
         return ThinkerAnswer(
             session=request.session,
             stream=request.stream,
             unit=request.unit,
             emitted_ids=tuple(answered.ids),
             sampled_ids=steps.sampled_ids,
-            hidden=Tensor(
-                self._settings.element_type,
-                (len(steps.rows), self._hidden_size),
-                b"".join(steps.rows),
-            ),
+            hidden=self._rows(steps.rows),
             engine_ms=answered.engine_ms,
+            decision_row=decision_row,
         )
+
+    def _rows(self, rows: Sequence[bytes]) -> Tensor:
+        return Tensor(self._settings.element_type, (len(rows), self._hidden_size), b"".join(rows))
 
     def _checked(self, request: ThinkerFeed) -> Feed:
         try:
@@ -206,13 +210,11 @@ async def load(settings: ThinkerSettings) -> ThinkerService:
     ring_path = settings.ring_path(STAGE)
     row_bytes = shapes.thinker.hidden_size * ELEMENT_BYTES[settings.element_type]
     ring = RingReader(ring_path, settings.seats * _RING_SLOTS_PER_SEAT, row_bytes)
+    plugin_config = {"ring": str(ring_path), "checkpoint": settings.checkpoint}
+    if settings.decision_rows:
+        plugin_config[DECISION_ROWS_KEY] = ""
     try:
-        engine = start_engine(
-            settings,
-            view,
-            THINKER_PROCESSOR,
-            {"ring": str(ring_path), "checkpoint": settings.checkpoint},
-        )
+        engine = start_engine(settings, view, THINKER_PROCESSOR, plugin_config)
     finally:
         # The core has mapped it by now; a killed process then leaves no file behind.
         ring.unlink()
