@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
@@ -18,14 +19,16 @@ from duplex_sidecar.admin.api import admin_router, install_error_handlers, sessi
 from duplex_sidecar.admin.guard import AdminGuard
 from duplex_sidecar.admin.statusz import status_page
 from duplex_sidecar.admission.seats import SpareSeats
+from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.ledger.errors import LedgerUnavailable
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError
 from duplex_sidecar.protocol.errors import ErrorCode as Code
-from duplex_sidecar.session.assembly import Assembly
+from duplex_sidecar.session.assembly import Assembly, StagesOf, as_they_are
 from duplex_sidecar.session.model import ServedModel, load_model
 from duplex_sidecar.session.port import Attachment
+from duplex_sidecar.session.reconciler import Reconciler
 from duplex_sidecar.session.registry import SessionRegistry
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.settings import SidecarSettings
@@ -67,6 +70,7 @@ class Sidecar:
         )
         self.sessions: SessionRegistry | None = None
         self.ledger: Ledger | None = None
+        self._reconciling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect the ledger and start the stages side by side. Raises StageStartError,
@@ -82,16 +86,22 @@ class Sidecar:
             replica=self.settings.replica,
             ledger_hold_s=self.settings.ledger_hold_s,
             rebuild_ahead=self.settings.rebuild_ahead,
+            stages_of=self._stages_of(),
         )
         self.sessions = SessionRegistry(
             assembly, ledger, self.settings.slots, lambda: self.problem is None
         )
+        reconciler = Reconciler(assembly.stages, self.sessions.ids)
+        self._reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
         log.info(
             "ready", extra={"fields": {"seconds": round(time.monotonic() - self.started_at, 1)}}
         )
 
     async def stop(self) -> None:
         """Let go of the sessions (their ledgers stay open), then end the stages."""
+        if self._reconciling is not None:
+            self._reconciling.cancel()
+            await asyncio.gather(self._reconciling, return_exceptions=True)
         if self.sessions is not None:
             await self.sessions.close()
         await self.supervisor.stop()
@@ -137,6 +147,14 @@ class Sidecar:
             thinker_spare=SpareSeats(self.settings.rebuild_seats),
             talker_spare=SpareSeats(self.settings.rebuild_seats),
         )
+
+    def _stages_of(self) -> StagesOf:
+        """What stands between a session and its stages: a recorder, where one is wanted."""
+        folder = self.settings.contract_tape_dir
+        if not folder:
+            return as_they_are
+        recorder = Recorder(Path(folder), self.model.vocabulary, self.model.max_talker_tokens)
+        return recorder.stages_of
 
     def _on_stage_report(self, report: StageReport) -> None:
         fields = {

@@ -49,6 +49,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Empty: the admin API answers 401 to everybody."""
     otlp_endpoint: str | None = None
     content_in_telemetry: bool = False
+    contract_tape_dir: str = ""
+    """Folder for tapes of what passes between sessions and stages, for `duplex contract record`;
+    empty: none are written. They hold prompts, token ids and codes: content."""
     ledger_hold_s: float = 10.0
     """How long input is held while the ledger cannot be reached, before it is refused."""
 
@@ -56,6 +59,8 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("checkpoint", "runtime_dir", "cache_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(f"{name} must be an absolute path")
+        if self.contract_tape_dir and not Path(self.contract_tape_dir).is_absolute():
+            raise ValueError("contract_tape_dir must be an absolute path")
         for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -47,4 +47,7 @@ def tree_figure(name: str, table: Mapping[str, Memory]) -> Figure:
 
 
 def memory_table(table: Mapping[str, Memory]) -> dict[str, dict[str, int]]:
-    return {role: {"pss_kib": one.pss_kib, "rss_kib": one.rss_kib} for role, one in table.items()}
+    return {
+        role: {"pss_kib": one.pss_kib, "rss_kib": one.rss_kib, "own_kib": one.own_kib}
+        for role, one in table.items()
+    }

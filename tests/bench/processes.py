@@ -12,10 +12,12 @@ _ENGINE_CORE = "EngineCore"
 
 @dataclass(frozen=True)
 class Memory:
-    """KiB. pss: proportional share; the sum over a tree counts shared pages once."""
+    """KiB. pss: proportional share; the sum over a tree counts shared pages once. own: its part
+    that no file backs, which processes that come and go elsewhere on the machine do not move."""
 
     pss_kib: int
     rss_kib: int
+    own_kib: int
 
 
 def cpu_s(pid: int) -> float:
@@ -34,12 +36,12 @@ def main_thread_cpu_s(pid: int) -> float:
 
 def memory(pid: int) -> Memory:
     """Raises OSError when the process is gone."""
-    values = {"Pss": 0, "Rss": 0}
+    values = {"Pss": 0, "Rss": 0, "Pss_Anon": 0, "Pss_Shmem": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in values:
             values[name] = int(rest.split()[0])
-    return Memory(values["Pss"], values["Rss"])
+    return Memory(values["Pss"], values["Rss"], values["Pss_Anon"] + values["Pss_Shmem"])
 
 
 def roles(root: psutil.Process) -> dict[int, str]:
@@ -72,8 +74,12 @@ def memory_by_role(root: psutil.Process) -> dict[str, Memory]:
             one = memory(pid)
         except OSError:
             continue
-        before = table.get(role, Memory(0, 0))
-        table[role] = Memory(before.pss_kib + one.pss_kib, before.rss_kib + one.rss_kib)
+        before = table.get(role, Memory(0, 0, 0))
+        table[role] = Memory(
+            before.pss_kib + one.pss_kib,
+            before.rss_kib + one.rss_kib,
+            before.own_kib + one.own_kib,
+        )
     return table
 
 

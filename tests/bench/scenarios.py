@@ -43,14 +43,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished conversation. sessions: how many it took (see ROLL_OVER_TOKENS). retained_units:
-    most that the sidecar held at a look."""
+    """A finished conversation. sessions: how many it took (see ROLL_OVER_TOKENS). retained_units,
+    retained_row_bytes: what the sidecar kept of the window at the end of each, the most of them."""
 
     scenario: Scenario
     seen: list[Seen]
     cost: Cost
     sessions: int
     retained_units: int
+    retained_row_bytes: int
 
 
 OnUnit = Callable[[int], None]
@@ -70,7 +71,7 @@ def converse(
     root = root_process(sidecar)
     frames: Sequence[bytes] = rig.frames if scenario.camera else ()
     seen: list[Seen] = []
-    sessions, seq, retained = 0, 0, 0
+    sessions, seq, retained_units, retained_bytes = 0, 0, 0, 0
     client: UnitClient | None = None
     before = _Meter(root, rig.valkey.pid)
     try:
@@ -86,13 +87,15 @@ def converse(
             on_unit(number)
             if seen[-1].window_tokens > ROLL_OVER_TOKENS or number == units:
                 after = _Meter(root, rig.valkey.pid) if number == units else None
-                retained = max(retained, int(rig.view(client)["retainedUnits"]))
+                view = rig.view(client)
+                retained_units = max(retained_units, int(view["retainedUnits"]))
+                retained_bytes = max(retained_bytes, int(view["retainedRowBytes"]))
                 idle_ms = _idle_ms(root, idle_s) if number == units else 0.0
                 client.close_session()
                 client = None
                 if after is not None:
                     cost = before.until(after, idle_ms)
-                    return Run(scenario, seen, cost, sessions, retained)
+                    return Run(scenario, seen, cost, sessions, retained_units, retained_bytes)
         raise AssertionError("the last unit returns")
     finally:
         if client is not None:

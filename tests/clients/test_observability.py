@@ -122,7 +122,9 @@ async def test_every_unit_is_a_span_with_its_steps(sidecar: LocalSidecar, bed: B
     for span in spans:
         children.setdefault(span.get("parentSpanId", ""), []).append(span)
         assert span["traceId"] == root["traceId"]
-        assert "status" not in span or span["status"].get("code", 0) != 2
+        # A rebuild made ahead of a unit that never came is given up.
+        ahead = span["attributes"].get("duplex.unit.seq", 0) > UNITS
+        assert ahead or span.get("status", {}).get("code", 0) != 2
     for facts in heard.units:
         span = units[facts["unit"]]
         assert span["parentSpanId"] == root["spanId"]
@@ -183,16 +185,19 @@ async def test_nothing_that_was_said_is_in_spans_or_logs(sidecar: LocalSidecar, 
     sound = [e["delta"][:200] for e in heard.of_type("response.output_audio.delta")]
     heard_speech = base64.b64encode(speech(1, 2)).decode()[1_000:1_100]
     secrets = [PROMPT, "Zebras", sidecar.settings.admin_token, *sound, heard_speech]
+    sentences = [text[start : start + 12] for start in range(0, len(text) - 12, 6)]
+    written = everything_written(sidecar, bed)
+    assert len(written) == 6
+    for file, content in written.items():
+        found = [secret for secret in (*secrets, *sentences) if secret in content]
+        assert found == [], file
+
+
+def everything_written(sidecar: LocalSidecar, bed: Bed) -> dict[str, str]:
+    """Exported spans, the sidecar's log, the logs of its four stages."""
     folder = Path(sidecar.settings.runtime_dir)
     files = [bed.spans_file, sidecar.log, *folder.glob("*/log")]
-    assert len(files) == 6
-    for file in files:
-        content = file.read_text(errors="replace")
-        assert content or file.name == "log"
-        for secret in secrets:
-            assert secret not in content, file
-        sentences = [text[start : start + 12] for start in range(0, len(text) - 12, 6)]
-        assert not any(sentence in content for sentence in sentences), file
+    return {str(file): file.read_text(errors="replace") for file in files}
 
 
 async def test_log_lines_carry_their_session(sidecar: LocalSidecar) -> None:

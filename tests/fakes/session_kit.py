@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,8 +21,9 @@ from duplex_api.manifest import load_manifest
 from duplex_api.session import DuplexSession
 from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.checkpoint.presets import tiny_config
+from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.ledger.records import Committed
-from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
 from duplex_sidecar.protocol.commands import (
     AppendInput,
@@ -45,7 +47,7 @@ from duplex_sidecar.protocol.events import (
     TurnMark,
     UnitDone,
 )
-from duplex_sidecar.session.assembly import Assembly
+from duplex_sidecar.session.assembly import Assembly, as_they_are
 from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.port import Attachment
 from duplex_sidecar.session.registry import SessionRegistry
@@ -119,6 +121,8 @@ class Terms:
     grace: str = "30s"
     idle: str = "30m"
     greedy: bool = False
+    hysteresis: int = 1
+    boundary: Literal["unit", "sentence", "turn"] = "unit"
 
     def manifest(self) -> DuplexSession:
         camera = "  camera:\n    framesPerUnit: 2\n" if self.camera else ""
@@ -137,6 +141,8 @@ spec:
     basicWindowLowTokens: {self.basic_low}
     contextMaxUnits: {self.max_units}
     contextPreviousMaxTokens: {self.previous_max}
+    hysteresisUnits: {self.hysteresis}
+    boundary: {self.boundary}
 {camera}  sampling:
     seed: 42
     greedy: {"true" if self.greedy else "false"}
@@ -228,12 +234,19 @@ async def replica(
     hold_s: float = 10.0,
     clock_s: Callable[[], float] = time.monotonic,
     rebuild_ahead: bool = True,
+    call_timeout_ms: int = 3_000,
+    tapes: Path | None = None,
 ) -> AsyncIterator[Replica]:
-    """One sidecar's sessions. At the end it lets go of them as in an orderly shutdown."""
+    """One sidecar's sessions. At the end it lets go of them as in an orderly shutdown.
+
+    call_timeout_ms: generous, so that a busy machine is not taken for a lost ledger. tapes: folder
+    for what passes between sessions and stages.
+    """
     stages = stages or Stages()
-    ledger = await Ledger.connect(url)
+    ledger = await Ledger.connect(url, LedgerOptions(call_timeout_ms=call_timeout_ms))
     settings = TelemetrySettings(replica=name)
     tracing, metrics = Tracing(settings), Metrics(settings)
+    recorder = tapes and Recorder(tapes, model.vocabulary, model.max_talker_tokens)
     assembly = Assembly(
         model=model,
         stages=stages.as_set(),
@@ -244,6 +257,7 @@ async def replica(
         ledger_hold_s=hold_s,
         clock_s=clock_s,
         rebuild_ahead=rebuild_ahead,
+        stages_of=recorder.stages_of if recorder else as_they_are,
     )
     registry = SessionRegistry(assembly, ledger, slots, lambda: True)
     try:
@@ -485,6 +499,7 @@ class _Unit:
     input: tuple[Position, ...]
     spoken: tuple[int, ...]
     closing: tuple[int, ...]
+    ends: tuple[str, ...]
 
     @property
     def whole(self) -> tuple[Position, ...]:
@@ -508,20 +523,46 @@ def expected_prompts(
         units = [position for unit in window for position in unit.whole]
         return (*prefix, *text, *suffix, *units, *pending)
 
+    def leaves(count: int) -> int:
+        """So many units at least, and then up to a boundary that is not too far away."""
+        count = min(len(window), max(count, terms.hysteresis))
+        for more in range(count, min(len(window), count + 8) + 1):
+            if terms.boundary in window[more - 1].ends:
+                return more
+        return count
+
+    turn_ended = True
     for number, pending in enumerate(inputs):
         if number:
             before = said[number - 1]
-            window.append(_Unit(inputs[number - 1], before[:-1], (before[-1], *unit_end)))
+            ends, turn_ended = _ends(before, turn_ended)
+            window.append(_Unit(inputs[number - 1], before[:-1], (before[-1], *unit_end), ends))
+        due = 0
         if terms.mode == "context":
-            while len(window) > terms.max_units:
-                gone = window.pop(0)
-                previous += [id_ for id_ in gone.spoken if id_ not in specials]
-            previous = previous[-terms.previous_max :]
+            due = max(0, len(window) - terms.max_units)
         if terms.mode == "basic" and len(render(pending)) > terms.basic_high:
-            while window and len(render(pending)) > terms.basic_low:
-                window.pop(0)
+            excess = len(render(pending)) - terms.basic_low
+            while due < len(window) and excess > 0:
+                excess -= len(window[due].whole)
+                due += 1
+        for gone in [window.pop(0) for _ in range(leaves(due) if due else 0)]:
+            if terms.mode == "context":
+                previous += [id_ for id_ in gone.spoken if id_ not in specials]
+        previous = previous[-terms.previous_max :]
         prompts.append(render(pending))
     return prompts
+
+
+def _ends(ids: tuple[int, ...], turn_ended: bool) -> tuple[tuple[str, ...], bool]:
+    """At which boundaries an answer ends, and whether the turn is over after it."""
+    if ids == (VOCABULARY.listen,) and turn_ended:
+        return ("unit", "sentence", "turn"), True
+    for id_ in ids[:-1]:
+        turn_ended = id_ == VOCABULARY.turn_eos
+    if VOCABULARY.turn_eos in ids:
+        return ("unit", "sentence", "turn"), turn_ended
+    whole = VOCABULARY.text(ids[:-1]).rstrip().endswith((".", "?"))
+    return ("unit", "sentence") if whole else ("unit",), turn_ended
 
 
 def unit_inputs(

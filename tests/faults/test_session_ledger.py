@@ -36,7 +36,7 @@ from session_kit import (
 )
 
 pytestmark = pytest.mark.fault
-HOLD_S = 0.5
+HOLD_S = 1.0
 Outage = Callable[[EmbeddedValkey], AbstractContextManager[None]]
 
 
@@ -50,7 +50,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]
 
 @pytest.fixture
 async def here(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
-    async with replica(valkey.url, hold_s=HOLD_S) as here:
+    async with replica(valkey.url, hold_s=HOLD_S, call_timeout_ms=400) as here:
         yield here
 
 
@@ -182,6 +182,7 @@ async def test_mode_off_waits_for_the_ledger_when_it_needs_its_history(
     with dead(valkey):
         pause.go.set()
         await asyncio.sleep(0.3)
+    await caller.until_unit(10)
     await caller.talk(15)
     check_events(caller)
     assert await tokens(here.ledger, "twice") == calm
@@ -262,7 +263,7 @@ async def test_a_server_that_lost_everything_never_starts_a_session_anew(
     server = EmbeddedValkey(tmp_path / "empty")
     server.start()
     try:
-        async with replica(server.url, hold_s=HOLD_S) as here:
+        async with replica(server.url, hold_s=HOLD_S, call_timeout_ms=400) as here:
             await here.open("lost", Terms("context"))
             caller = Caller("lost")
             await caller.dial(here)

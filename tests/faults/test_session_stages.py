@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,33 @@ async def test_a_stream_lost_between_units_is_rebuilt_and_said_so(
     assert [unit.rebuild_cause for unit in caller.units] == [None] * 3 + ["engine_restart", None]
     await caller.talk(12)
     assert await tokens(here.ledger, "between") == calm
+
+
+async def test_a_stream_lost_between_plan_and_submission_is_planned_anew(
+    valkey: EmbeddedValkey, here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-plan", Terms("off"), 10)
+    await here.open("plan", Terms("off"))
+    caller = Caller("plan")
+    await caller.dial(here)
+    await caller.talk(4)
+    accept = here.ledger.accept
+
+    async def lose_the_thinker(*args: Any, **rest: Any) -> Any:
+        here.stages.thinker.kill()
+        await here.stages.thinker.health()
+        return await accept(*args, **rest)
+
+    monkeypatch.setattr(here.ledger, "accept", lose_the_thinker)
+    await caller.talk(5)
+    monkeypatch.undo()
+    await caller.talk(10)
+    assert await tokens(here.ledger, "plan") == calm
+    assert [unit.rebuild_cause for unit in caller.units] == [None] * 4 + ["engine_restart"] + (
+        [None] * 5
+    )
+    fifth = (await here.ledger.load("plan")).committed[4]
+    assert (fifth.plan.action, fifth.plan.cause) == ("rebuild", "engine_restart")
 
 
 async def test_a_unit_that_no_thinker_survives_ends_its_session_alone(

@@ -4,6 +4,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -107,6 +108,25 @@ async def test_a_conversation_of_a_minute(
     assert len(epochs) in (caller.units[-1].turn, caller.units[-1].turn + 1)
     assert (await caller.close()).code is ErrorCode.SESSION_ENDED
     assert here.stages.held() == []
+
+
+@pytest.mark.parametrize("mode", ["basic", "context"])
+@pytest.mark.parametrize(
+    ("hysteresis", "boundary"), [(1, "turn"), (3, "unit"), (2, "sentence"), (4, "turn")]
+)
+async def test_windows_that_slide_rarely_or_at_boundaries(
+    here: Replica, mode: Mode, hysteresis: int, boundary: Literal["unit", "sentence", "turn"]
+) -> None:
+    session = f"slides-{mode}-{hysteresis}-{boundary}"
+    terms = Terms(mode, max_units=9, hysteresis=hysteresis, boundary=boundary)
+    caller = await called(here, session, terms)
+    await caller.talk(2 * UNITS)
+    check_events(caller)
+    said = await tokens(here.ledger, session)
+    check_prompts([here.stages], session, terms, said, caller)
+    dropped = [unit.dropped_units for unit in caller.units if unit.dropped_units]
+    assert min(dropped) >= hysteresis
+    assert len(set(dropped)) > (0 if boundary == "unit" else 1)
 
 
 async def test_what_a_session_leaves_behind_is_nothing_but_its_ledger(here: Replica) -> None:

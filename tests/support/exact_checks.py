@@ -1,10 +1,9 @@
 """What exact means, as checks that raise `NotExact`. Each has to raise on every defect."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-
 from support.exact_layout import Answer, Conversation, Placed, Script, image_kinds, unit_input
 from support.exact_policy import GreedyPolicy, Language
 from support.exact_reference import Decided, Loop, Reference
@@ -59,10 +58,15 @@ def contexts(talk: Talk, script: Script) -> list[Placed]:
     return placed
 
 
-def decided(talk: Talk, script: Script, reference: Reference) -> list[Decided]:
-    """The reference's states of each unit."""
-    placed = contexts(talk, script)
-    return reference.decided(list(zip(placed, talk.said, strict=True)))
+def decided(
+    talk: Talk, script: Script, reference: Reference, known: Sequence[Decided] = ()
+) -> list[Decided]:
+    """The reference's states of each unit. known: those of its first units."""
+    placed = contexts(talk, script)[len(known) :]
+    if placed and known:
+        placed[0] = replace(placed[0], extends=False)
+    said = talk.said[len(known) :]
+    return [*known, *reference.decided(list(zip(placed, said, strict=True)))]
 
 
 # --- (a) the independent reference ----------------------------------------------------------------
@@ -73,15 +77,15 @@ def equals_reference(
     script: Script,
     language: Language,
     reference: Reference,
-    known: Sequence[Decided] | None = None,
+    known: Sequence[Decided] = (),
 ) -> Figures:
     """Every answer's logits are those of the reference, and its tokens those of greedy decoding.
 
-    Also of answers that were given again, after whatever rebuild. known: what `decided` said of
-    this conversation.
+    Also of answers that were given again, after whatever rebuild. known: what `decided` said of its
+    first units.
     """
     figures = Figures()
-    truth = known or decided(talk, script, reference)
+    truth = decided(talk, script, reference, known)
     policy = GreedyPolicy(language)
     for number, said in enumerate(talk.said, start=1):
         for answer in talk.tape.answers:

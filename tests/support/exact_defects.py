@@ -61,7 +61,9 @@ def spoil(context: Sequence[Position], defect: Defect, script: Script) -> tuple[
         case Defect.WRONG_PREVIOUS:
             # The newest id stands first; where there is none, one that nobody said.
             said = parsed.previous
-            parsed.previous = [*said[-1:], *said[:-1]] if len(set(said)) > 1 else [script.prefix[-1]]
+            parsed.previous = (
+                [*said[-1:], *said[:-1]] if len(set(said)) > 1 else [script.prefix[-1]]
+            )
     spoilt = parsed.whole(script.marker)
     assert spoilt != tuple(context)
     return spoilt

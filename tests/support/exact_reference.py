@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from transformers import DynamicCache, Qwen3Config, Qwen3Model
-
 from support.exact_layout import Placed, Position, Script, script_of
 from support.exact_policy import Language
+from tokenizers import Tokenizer
+from transformers import DynamicCache, Qwen3Config, Qwen3Model
 
 _SHAPE = (
     "vocab_size",

@@ -1,5 +1,5 @@
-"""Stages for the proofs: the real Thinker's process and the real encoder, both on tape; a Talker and
-a vocoder that say nothing, since what is said is decided before them."""
+"""Stages for the proofs: the real Thinker's process and the real encoder, both on tape; a Talker
+and a vocoder that say nothing, since what is said is decided before them."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from support.exact_defects import Defect, spoil
+from support.exact_layout import Position, Script
 
 from duplex_sidecar.stages.encoder.config import EncoderSettings
 from duplex_sidecar.stages.encoder.process import EncoderService
@@ -36,8 +38,6 @@ from duplex_sidecar.stages.envelope import (
     WaveSamples,
 )
 from duplex_sidecar.stages.interface import EncoderStage, ThinkerStage
-from support.exact_defects import Defect, spoil
-from support.exact_layout import Position, Script
 
 MAX_SESSIONS = 32
 
@@ -173,9 +173,13 @@ class TapedThinker:
         stream = self._streams.pop(request.stream, None)
         await self._stage.close(ThinkerClose(stream.name if stream else request.stream))
 
-    async def evict(self, session: str) -> None:
-        """The engine lets go of the session's stream; the session has not been asked."""
-        await self._stage.close(ThinkerClose(self._newest[session]))
+    async def evict(self, session: str) -> bool:
+        """The engine lets go of the session's stream; the session has not been asked. False when it
+        has none here yet."""
+        stream = self._newest.get(session)
+        if stream is not None:
+            await self._stage.close(ThinkerClose(stream))
+        return stream is not None
 
     async def _shadow(
         self, request: ThinkerFeed, context: Sequence[Position], defect: Defect

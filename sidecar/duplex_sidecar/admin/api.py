@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from duplex_api.manifest import ManifestError, load_manifest
+from duplex_api.manifest import ManifestError, load_manifest, load_manifests
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
 from duplex_api.window import WindowConfigError
@@ -62,6 +62,7 @@ def session_view(actor: SessionActor) -> dict[str, Any]:
         "units": conversation.seq,
         "windowTokens": conversation.window.prompt_tokens,
         "retainedUnits": len(conversation.window.units),
+        "retainedRowBytes": actor.retained_row_bytes,
         "epoch": speech.epoch,
         "turn": speech.turn,
         "lastEventSequence": speech.last_sequence,
@@ -86,7 +87,10 @@ def admin_router(
     async def open_session(session: str, body: OpenSession) -> dict[str, Any]:
         if not is_ready():
             raise ClientError(ErrorCode.NOT_READY)
-        actor = await sessions().open(session, load_manifest(body.manifest), body.token)
+        manifests = load_manifests(body.manifest)
+        manifest = load_manifest(body.manifest)
+        pool = manifests.pool_of(manifest)
+        actor = await sessions().open(session, manifest, body.token, pool)
         return session_view(actor)
 
     @router.get("/sessions")

@@ -99,20 +99,6 @@ def fit_readout(
     raise CheckpointError(CheckpointFault.FIT_FAILED, "readout", reason)
 
 
-def fit_rows(
-    thinker: PlainThinker,
-    teacher: Teacher,
-    lessons: Sequence[Lesson],
-    vocabulary_size: int,
-    lesson_seed: str,
-    preference_seed: str,
-) -> Tensor:
-    """One fit without proof: output rows [vocabulary, hidden]."""
-    return _solve(
-        _collect(thinker, teacher, lessons, lesson_seed), vocabulary_size, preference_seed
-    )
-
-
 def observe(thinker: PlainThinker, readout: Tensor, proof: Lesson) -> Behaviour:
     """One free rehearsal with these output rows."""
     gaps: list[float] = []

@@ -1,4 +1,4 @@
-"""`duplex contract`: is the product exact to recorded behaviour of the public implementation?"""
+"""`duplex contract`: is the product, and what it did, exact to recorded public behaviour?"""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-app = App(name="contract", help="Check the product against recorded behaviour of the model.")
+app = App(name="contract", help="Check the product, and what it did, against recorded behaviour.")
 
 EXIT_DIFFERENT = 1
 EXIT_UNUSABLE = 2
@@ -41,6 +41,52 @@ def check(
     return max([_check(path, show) for path in files], default=0)
 
 
+@app.command
+def record(
+    *tapes: Path,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+) -> int:
+    """Turn tapes of live sessions into files for `duplex contract check`.
+
+    A sidecar writes tapes when its setting contract_tape_dir names a folder (`duplex serve` and
+    `duplex run`: --contract-tape). What was planned is not on them: it is measured from what the
+    stages were really fed and answered. Tapes of one session go together, also from two replicas.
+    The files hold token ids and prompts: treat them as content. The exit status is 1 when a
+    session did something wrong that no recorded schema can show, 2 when the tapes cannot be used.
+
+    Parameters
+    ----------
+    tapes
+        Files named SESSION.FENCE.tape.jsonl, with decode_vocab.json beside them.
+    output
+        Folder for the files.
+    """
+    from duplex_sidecar.contract.files import ContractFileError
+    from duplex_sidecar.contract.recorder import record as write_traces
+    from duplex_sidecar.contract.recorder_tape import TapeError
+
+    if not tapes:
+        print("name at least one tape", file=sys.stderr)
+        return EXIT_UNUSABLE
+    try:
+        report = write_traces(tapes, output)
+    except (TapeError, ContractFileError) as error:
+        print(f"{error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    for path, cases in report.files:
+        print(f"{path}: {cases} {'case' if cases == 1 else 'cases'}")
+    for reason in report.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    for finding in report.findings:
+        print(f"WRONG: {finding}", file=sys.stderr)
+    if not report.files:
+        return EXIT_UNUSABLE
+    return EXIT_DIFFERENT if report.findings else 0
+
+
 def _check(path: Path, show: int) -> int:
     # Imported late: the decode cases bring torch, which --help has no use for.
     from duplex_sidecar.contract.check import check_file
@@ -64,6 +110,7 @@ def _check(path: Path, show: int) -> int:
 
 def _print_kinds() -> None:
     from duplex_sidecar.contract.check import KINDS, NOT_COVERED
+    from duplex_sidecar.contract.recorder import NOT_RECORDED, RECORDED
 
     width = max(map(len, KINDS))
     print("Covered (kind of file: what it checks)")
@@ -71,4 +118,10 @@ def _print_kinds() -> None:
         print(f"  {name:<{width}}  {kind.covers}")
     print("Not covered by any recorded file")
     for subject in NOT_COVERED:
+        print(f"  {subject}")
+    print("Written by `duplex contract record` (kind of file: what of a live session is in it)")
+    for name, content in RECORDED.items():
+        print(f"  {name:<{width}}  {content}")
+    print("Not recorded")
+    for subject in NOT_RECORDED:
         print(f"  {subject}")

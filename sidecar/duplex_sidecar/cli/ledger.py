@@ -1,4 +1,4 @@
-"""`duplex ledger`: look at a session's ledger, check it, write it to a file."""
+"""`duplex ledger`: look at a session's ledger, check it, write it to a file, erase it."""
 
 import asyncio
 import sys
@@ -15,10 +15,11 @@ from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.records import Committed
 from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.ledger.store import Ledger
 
 T = TypeVar("T")
 
-app = App(name="ledger", help="Look at a session's ledger, check it, write it to a file.")
+app = App(name="ledger", help="Look at a session's ledger, check it, write it to a file, erase it.")
 
 Url = Annotated[
     str,
@@ -61,6 +62,24 @@ def verify(session: str | None = None, *, url: Url | None = None, file: Path | N
         print("name a session and --url, or a --file", file=sys.stderr)
         return 2
     return _guarded(lambda: _with_loaded(url, session, _verified))
+
+
+@app.command
+def erase(session: str, *, url: Url, yes: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Erase everything of a session. Its id is refused for some days; what a server's append-only
+    file and its backups hold is rewritten or runs out by their own rules.
+
+    Parameters
+    ----------
+    session
+        The session's id.
+    yes
+        Really do it.
+    """
+    if not yes:
+        print("nothing erased: say --yes", file=sys.stderr)
+        return 2
+    return _guarded(lambda: _erase(url, session))
 
 
 @app.command
@@ -119,6 +138,16 @@ def _show(loaded: LoadedSession, last: int) -> int:
     for unit in loaded.committed[-last:] if last > 0 else ():
         table.add_row(*_row(unit))
     console.print(table)
+    return 0
+
+
+async def _erase(url: str, session: str) -> int:
+    ledger = await Ledger.connect(url)
+    try:
+        keys = await ledger.erase(session)
+    finally:
+        await ledger.close()
+    print(f"erased {keys} keys of session {session}")
     return 0
 
 

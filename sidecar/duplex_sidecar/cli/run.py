@@ -36,6 +36,7 @@ def run(
     out: Path = Path("reply.wav"),
     checkpoint: Path | None = None,
     redis_url: str | None = None,
+    contract_tape: Path | None = None,
 ) -> int:
     """Open the session of a manifest on a sidecar of its own and stream a recording to it.
 
@@ -55,6 +56,8 @@ def run(
         Checkpoint folder. Default: the tiny one, made if it is not there.
     redis_url
         Redis or Valkey. Default: an embedded one for this run.
+    contract_tape
+        Folder for a tape of the session, for `duplex contract record`. It holds content.
     """
     console = Console()
     try:
@@ -69,7 +72,8 @@ def run(
             from duplex_sidecar.checkpoint.tiny import make_tiny
 
             make_tiny(path, cache_dir=default_cache_dir())
-        return _run(console, manifest, speech, frames, speed, out, path, redis_url)
+        tape = "" if contract_tape is None else str(contract_tape.absolute())
+        return _run(console, manifest, speech, frames, speed, out, path, redis_url, tape)
     except ManifestError as error:
         console.print(f"{file} is not a valid DuplexSession:\n{error}", style="red", markup=False)
     except (CheckpointError, EmbeddedError, MediaError, SidecarFailed) as error:
@@ -90,6 +94,7 @@ def _run(
     out: Path,
     checkpoint: Path,
     redis_url: str | None,
+    contract_tape_dir: str,
 ) -> int:
     work = Path(tempfile.mkdtemp(prefix="duplex-run-"))
     valkey = EmbeddedValkey(work / "ledger") if redis_url is None else None
@@ -102,6 +107,7 @@ def _run(
             checkpoint=str(checkpoint.absolute()),
             redis_url=redis_url or (valkey.url if valkey else ""),
             cache_dir=str(default_cache_dir().absolute()),
+            contract_tape_dir=contract_tape_dir,
         )
         sidecar.start()
         with console.status("starting") as status:

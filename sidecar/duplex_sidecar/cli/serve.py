@@ -42,6 +42,7 @@ def serve(
     device: Device = Device.CPU,
     slots: int = 4,
     otlp_endpoint: str | None = None,
+    contract_tape: Path | None = None,
 ) -> int:
     """Serve sessions on one machine. Prints the address and where the admin token lies.
 
@@ -63,12 +64,16 @@ def serve(
         Live sessions at once.
     otlp_endpoint
         Base URL of an OTLP/HTTP collector.
+    contract_tape
+        Folder for tapes of all sessions, for `duplex contract record`. They hold content.
     """
     try:
         if config is not None:
             settings = msgspec.json.decode(config.read_bytes(), type=SidecarSettings)
         else:
-            settings = _settings(checkpoint, redis_url, host, port, device, slots, otlp_endpoint)
+            settings = _settings(
+                checkpoint, redis_url, host, port, device, slots, otlp_endpoint, contract_tape
+            )
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         return _complain(EXIT_USAGE, str(error))
     except EmbeddedError as error:
@@ -132,6 +137,7 @@ def _settings(
     device: Device,
     slots: int,
     otlp_endpoint: str | None,
+    contract_tape: Path | None,
 ) -> SidecarSettings:
     cache_dir = default_cache_dir()
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -156,6 +162,7 @@ def _settings(
         slots=slots,
         admin_token=token,
         otlp_endpoint=otlp_endpoint,
+        contract_tape_dir="" if contract_tape is None else str(contract_tape.absolute()),
     )
 
 

@@ -6,7 +6,6 @@ from enum import StrEnum
 class FramingErrorCode(StrEnum):
     """Reasons to refuse input. A refused push leaves no trace in any state."""
 
-    AUDIO_FORMAT_UNSUPPORTED = "audio_format_unsupported"
     AUDIO_RATE_UNSUPPORTED = "audio_rate_unsupported"
     AUDIO_RATE_CHANGED = "audio_rate_changed"
     """Another rate while samples of a unit are waiting: commit or clear first."""

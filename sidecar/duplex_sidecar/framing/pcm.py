@@ -32,17 +32,6 @@ class AudioFormat(StrEnum):
     G711_ALAW = "g711_alaw"
 
 
-def parse_audio_format(name: str) -> AudioFormat:
-    """The format of that name. Raises FramingError AUDIO_FORMAT_UNSUPPORTED."""
-    try:
-        return AudioFormat(name)
-    except ValueError:
-        raise FramingError(
-            FramingErrorCode.AUDIO_FORMAT_UNSUPPORTED,
-            f"audio format is not one of {', '.join(AudioFormat)}",
-        ) from None
-
-
 def require_rate(rate_hz: int) -> None:
     """Raises FramingError AUDIO_RATE_UNSUPPORTED outside of 8 to 192 kHz."""
     if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:

@@ -173,6 +173,11 @@ class SessionActor:
     def speech(self) -> Speech:
         return self._speech
 
+    @property
+    def retained_row_bytes(self) -> int:
+        """Memory of the rows that are kept for slides to come."""
+        return self._runner.retained_row_bytes
+
     def attach(self, last_sequence: int | None) -> ClientAttachment:
         """A new client; the one before is told that it was replaced, and what it said and nobody
         has heard yet is dropped. Events after `last_sequence` come first (None: none of the old

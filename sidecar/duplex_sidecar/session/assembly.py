@@ -27,6 +27,7 @@ from duplex_sidecar.session.conversation import (
     first_speech,
 )
 from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.hearing import EncoderDriver
 from duplex_sidecar.session.input import InputDesk
 from duplex_sidecar.session.model import ServedModel
@@ -43,6 +44,14 @@ from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import SegmentReason
 from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
 
+StagesOf = Callable[[SessionFacts, Lease, StageSet], StageSet]
+"""What one session gets as its stages; a recorder puts itself before them."""
+
+
+def as_they_are(facts: SessionFacts, lease: Lease, stages: StageSet) -> StageSet:
+    """The stages themselves, for every session."""
+    return stages
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -58,6 +67,7 @@ class Assembly:
     ledger_hold_s: float
     clock_s: Callable[[], float] = time.monotonic
     rebuild_ahead: bool = True
+    stages_of: StagesOf = as_they_are
 
     def new_trace(self, session: str) -> SessionTrace:
         return self.tracing.session(session, None, SegmentReason.OPENED)
@@ -189,6 +199,7 @@ def _parts(
     taken_up: bool,
 ) -> _Parts:
     facts = facts_of(opening, shared.model)
+    stages = shared.stages_of(facts, lease, shared.stages)
     keeper = LeaseKeeper(shared.ledger.renew, lease)
     durable = DurableSession(
         shared.ledger,
@@ -204,10 +215,10 @@ def _parts(
         loaded = await durable.load()
         return [loaded.media[seq].pcm for seq in range(first, last + 1)]
 
-    encoder = EncoderDriver(shared.stages.encoder, lease.session, pcm_of_units)
+    encoder = EncoderDriver(stages.encoder, lease.session, pcm_of_units)
     speaker = Speaker(
-        shared.stages,
-        talker_stream(shared.stages, lease.session, lease.fence),
+        stages,
+        talker_stream(stages, lease.session, lease.fence),
         VoiceSettings(
             session=lease.session,
             voice=opening.voice,
@@ -222,8 +233,8 @@ def _parts(
     outlet = _Outlet()
     thinker = ThinkerDriver(
         facts,
-        shared.stages.thinker,
-        thinker_stream(shared.stages, lease.session, lease.fence),
+        stages.thinker,
+        thinker_stream(stages, lease.session, lease.fence),
         Prompter(facts, retained, durable.load),
         durable,
         trace,

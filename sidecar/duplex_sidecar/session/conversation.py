@@ -41,6 +41,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True):
 
     turn: number of the present or last turn as the client counts them, from 1. turn_open: between
     its first and last mark. turn_text, turn_samples, turn_codes: what of the present turn sounded.
+    turn_text_rest: bytes of a character that is not complete yet.
     codes: of the last condition. recent_codes: the turn's last 16. last_sequence: newest journaled
     event.
     """
@@ -49,6 +50,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True):
     turn: int
     turn_open: bool
     turn_text: str
+    turn_text_rest: bytes
     turn_samples: int
     turn_codes: int
     handoff: HandoffState
@@ -80,6 +82,7 @@ def first_speech() -> Speech:
         turn=0,
         turn_open=False,
         turn_text="",
+        turn_text_rest=b"",
         turn_samples=0,
         turn_codes=0,
         handoff=INITIAL_HANDOFF_STATE,

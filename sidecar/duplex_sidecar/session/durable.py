@@ -22,7 +22,6 @@ from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import LedgerCall
 
 RETRY_EVERY_S = 0.2
-_HELD_POLL_S = 0.02
 
 _T = TypeVar("_T")
 
@@ -94,10 +93,7 @@ class DurableSession:
             await self._ledger.journal(self._keeper.lease, batch)
 
         await self._until_known(LedgerCall.JOURNAL, send)
-        while not self._keeper.held:
-            if self._keeper.lost_because is not None:
-                raise self._keeper.lost_because
-            await asyncio.sleep(_HELD_POLL_S)
+        await self._keeper.wait_held()
 
     async def load(self) -> LoadedSession:
         started = time.perf_counter()

@@ -4,7 +4,6 @@ from duplex_sidecar.framing.errors import FramingErrorCode
 from duplex_sidecar.protocol.errors import ErrorCode
 
 _CODES = {
-    FramingErrorCode.AUDIO_FORMAT_UNSUPPORTED: ErrorCode.UNSUPPORTED_AUDIO_FORMAT,
     FramingErrorCode.AUDIO_RATE_UNSUPPORTED: ErrorCode.INVALID_SAMPLE_RATE,
     FramingErrorCode.AUDIO_RATE_CHANGED: ErrorCode.OUT_OF_ORDER_EVENT,
     FramingErrorCode.AUDIO_ODD_BYTES: ErrorCode.INVALID_AUDIO,

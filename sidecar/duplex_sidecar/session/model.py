@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig, read_config
-from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME, VOICES_FOLDER
+from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME
 from duplex_sidecar.checkpoint.report import require_complete
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary, read_tokenizer
-from duplex_sidecar.checkpoint.voice_format import VOICE_SUFFIX
+from duplex_sidecar.checkpoint.voice import voice_names
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.envelope import ElementType
@@ -44,7 +44,6 @@ def load_model(settings: SidecarSettings) -> ServedModel:
     folder = Path(settings.checkpoint)
     config = read_config(folder) if settings.load_dummy_weights else require_complete(folder)
     tokenizer = read_tokenizer(folder)
-    voices = frozenset(path.stem for path in (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}"))
     return ServedModel(
         config=config,
         vocabulary=load_vocabulary(folder),
@@ -52,7 +51,7 @@ def load_model(settings: SidecarSettings) -> ServedModel:
         fingerprint=fingerprint_of(folder),
         max_model_tokens=min(settings.max_model_tokens, config.thinker.max_position_embeddings),
         max_talker_tokens=min(settings.max_talker_tokens, config.talker.max_position_embeddings),
-        voices=voices,
+        voices=frozenset(voice_names(folder)),
         bench_script=settings.bench_script,
     )
 

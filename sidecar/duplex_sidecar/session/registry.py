@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
+from duplex_api.pool import PoolSpec
 from duplex_api.resolve import ResolvedSession, resolve_session
 from duplex_api.session import DuplexSession
 from duplex_api.window import WindowLimits
@@ -82,6 +83,10 @@ class SessionRegistry:
     def live(self) -> dict[str, SessionActor]:
         return {session: entry.actor for session, entry in self._live.items()}
 
+    def ids(self) -> set[str]:
+        """Sessions that hold a slot, those being opened included."""
+        return {*self._live, *self._opening}
+
     @property
     def free_slots(self) -> int:
         return self._slots - len(self._live) - len(self._opening)
@@ -93,8 +98,11 @@ class SessionRegistry:
 
     # --- opening ----------------------------------------------------------------------------------
 
-    async def open(self, session: str, manifest: DuplexSession, token: str) -> SessionActor:
-        """Idempotent: the same session again returns the running one.
+    async def open(
+        self, session: str, manifest: DuplexSession, token: str, pool: PoolSpec | None = None
+    ) -> SessionActor:
+        """Idempotent: the same session again returns the running one. pool: whose window presets
+        the session may name.
 
         Raises WindowConfigError, UnknownPresetError and UnservedManifestError for the manifest,
         ClientError for the rest.
@@ -110,17 +118,17 @@ class SessionRegistry:
                 if tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
                     raise ClientError(ErrorCode.UNAUTHORIZED)
                 return entry.actor
-            resolved = self._resolved(manifest)
+            resolved = self._resolved(manifest, pool)
             with self._slot(session), _typed_refusals():
                 try:
                     return await self._create(session, resolved, token)
                 except SessionExists:
                     return await self._take_up(session, await self._token_digest(session, token))
 
-    def _resolved(self, manifest: DuplexSession) -> ResolvedSession:
+    def _resolved(self, manifest: DuplexSession, pool: PoolSpec | None) -> ResolvedSession:
         model = self._assembly.model
         limits = WindowLimits(max_model_tokens=model.max_model_tokens)
-        resolved = resolve_session(manifest.spec, None, limits)
+        resolved = resolve_session(manifest.spec, pool, limits)
         require_served(resolved, model)
         return resolved
 

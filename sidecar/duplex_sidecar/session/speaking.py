@@ -22,7 +22,7 @@ from duplex_sidecar.model.minicpmo45.producer import (
     produce_unit,
 )
 from duplex_sidecar.model.minicpmo45.talker_context import PromptAction, plan_condition
-from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from duplex_sidecar.model.minicpmo45.vocabulary import TextPiece, Vocabulary
 from duplex_sidecar.session.conversation import Speech
 from duplex_sidecar.session.stages import StageSet, wait_ready
 from duplex_sidecar.session.streams import LOST, TalkerStream
@@ -146,7 +146,7 @@ class Speaker:
             )
             with watch.step(StepName.CODE2WAV):
                 chunks, producer = await self._vocode(producer, record, turn, unit, watch)
-        text = handoff.text if handoff else ""
+        text, rest = self._spoken_text(handoff, b"" if turn_started else speech.turn_text_rest)
         samples = sum(chunk.samples for chunk in chunks)
         new_codes = sum(sound.new_codes for sound in chunks if sound.samples)
         after = structs.replace(
@@ -155,6 +155,7 @@ class Speaker:
             turn=turn,
             turn_open=(speech.turn_open or turn_started) and not turn_ended,
             turn_text=text if turn_started else speech.turn_text + text,
+            turn_text_rest=rest,
             turn_samples=samples if turn_started else speech.turn_samples + samples,
             turn_codes=new_codes if turn_started else speech.turn_codes + new_codes,
             handoff=handoff_state,
@@ -164,6 +165,15 @@ class Speaker:
         )
         ended = turn_ended and (speech.turn_open or turn_started)
         return Voiced(after, turn_started, ended, text, chunks)
+
+    def _spoken_text(self, handoff: Handoff | None, rest: bytes) -> TextPiece:
+        """What a unit says as far as its characters are complete; a turn's end completes them."""
+        if handoff is None:
+            return TextPiece("", rest)
+        piece = self._vocabulary.text_piece(handoff.ids, rest)
+        if handoff.turn_end and piece.pending:
+            return TextPiece(piece.text + piece.pending.decode(errors="replace"), b"")
+        return piece
 
     # --- Talker -----------------------------------------------------------------------------------
 

@@ -155,18 +155,20 @@ class EngineStream(Generic[_Part, _Answer]):
         try:
             await self._close_stage(stream)
         except StageError as error:
-            # The stage's own reconciler ends streams that nobody claims.
+            # `session.reconciler` ends what belongs to no session any more.
             log.info(
                 "stream not closed", extra={"fields": {"stage": error.stage, "fault": error.fault}}
             )
 
     async def close(self) -> None:
-        """End the streams; waits until the stage has let go of them. Never raises StageError."""
+        """End the streams; waits until the stage has let go of them. Never raises StageError. Given
+        up, it goes on all the same."""
         stream = self._stream if self.live else None
         self._stream = None
         if stream is not None:
-            await self._close_stream(stream)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+            self._close_soon(stream)
+        if self._closing:
+            await asyncio.wait(set(self._closing))
 
 
 ThinkerStream = EngineStream[ThinkerPart, ThinkerAnswer]

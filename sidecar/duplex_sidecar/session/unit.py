@@ -102,6 +102,11 @@ class UnitRunner:
         self._metrics = metrics
         self._publish = publish
 
+    @property
+    def retained_row_bytes(self) -> int:
+        """Memory of the rows that are kept for slides to come."""
+        return self._retained.held_bytes
+
     # --- the ways in ------------------------------------------------------------------------------
 
     async def run(

@@ -94,7 +94,7 @@ class EncoderFeed(msgspec.Struct, frozen=True, tag="encoder.feed"):
 
 
 class EncoderRows(msgspec.Struct, frozen=True):
-    """Rows in KV order. audio: [10 * chunks, hidden]; one vision tensor [64, hidden] per image block.
+    """Rows in KV order. audio: [10 * chunks, hidden]; vision: [64, hidden] per image block.
 
     encoder_reset: the audio cache was dropped before this append (position table full).
     reset_mark_samples: offset, in samples of this session's encoder input, from which a restore has

@@ -15,7 +15,7 @@ class StageFault(StrEnum):
     UNKNOWN_STREAM = "unknown_stream"
     """The stage holds no such stream (it restarted since): rebuild it."""
     OUT_OF_ORDER = "out_of_order"
-    """A Code2Wav chunk violated epoch or sequence; `reason` names how. The stream is quarantined."""
+    """A chunk violated epoch or sequence; `reason` names how. The stream is quarantined."""
     ROWS_LOST = "rows_lost"
     """Hidden rows of this unit are missing from the hand-off ring."""
     UNDECODABLE = "undecodable"

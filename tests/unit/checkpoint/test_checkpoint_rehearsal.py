@@ -12,7 +12,7 @@ from duplex_sidecar.checkpoint.behaviour import Behaviour
 from duplex_sidecar.checkpoint.layout import thinker_shapes
 from duplex_sidecar.checkpoint.plain_thinker import PlainThinker
 from duplex_sidecar.checkpoint.presets import TINY_VOCAB_SIZE, tiny_config
-from duplex_sidecar.checkpoint.readout import Lesson, fit_rows, observe
+from duplex_sidecar.checkpoint.readout import Lesson, _collect, _solve, observe
 from duplex_sidecar.checkpoint.recording import (
     HeardUnit,
     read_recording,
@@ -154,10 +154,10 @@ def test_words_of_dropped_units_come_back_as_previous_text() -> None:
 def test_the_fit_teaches_what_the_teacher_allows() -> None:
     heard = units("sss...ss..sss....s..ss...sss..s...")
     lessons = [Lesson(scene(WindowMode.OFF), heard)]
-    rows = fit_rows(thinker(), teacher(), lessons, TINY_VOCAB_SIZE, "0", "0")
+    rows = _solve(_collect(thinker(), teacher(), lessons, "0"), TINY_VOCAB_SIZE, "0")
     assert rows.shape == (TINY_VOCAB_SIZE, 256)
     assert rows.norm(dim=1).max() < 12
-    again = fit_rows(thinker(), teacher(), lessons, TINY_VOCAB_SIZE, "0", "0")
+    again = _solve(_collect(thinker(), teacher(), lessons, "0"), TINY_VOCAB_SIZE, "0")
     assert torch.equal(rows, again)
     seen = observe(thinker(), rows, lessons[0])
     assert seen.units == len(heard)

@@ -1,6 +1,7 @@
 """The words and places that must not stand in the project."""
 
 import pytest
+
 from scripts.check_text import complaints
 
 pytestmark = pytest.mark.unit

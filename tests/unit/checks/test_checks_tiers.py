@@ -3,6 +3,7 @@
 from pathlib import Path, PurePath
 
 import pytest
+
 from scripts.run_tests import TierResult, count_outcomes
 from scripts.tiers import wrong_tier
 

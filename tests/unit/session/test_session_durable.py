@@ -164,6 +164,7 @@ async def test_events_leave_only_under_the_lease(make: Any, clock: Clock) -> Non
     assert len(ledger.calls) == 2
     assert not journaling.done()
     keeper._lease = Lease("s", "r", 1, "nonce", "era", deadline_ms=10_000_000)
+    keeper._news.set()
     await journaling
     clock.now = 20_000.0
     session, _, keeper = make(3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from duplex_sidecar.stages.engine.scratch import use_scratch_folder
+from duplex_sidecar.stages.family import die_with_stage
 from duplex_sidecar.stages.process_main import StageService, run_stage_process
 from duplex_sidecar.stages.thinker.config import ThinkerSettings
 
@@ -24,3 +25,7 @@ def _load(config: bytes) -> Awaitable[StageService]:
 
 if __name__ == "__main__":
     run_stage_process("thinker", _load)
+elif __name__ == "__mp_main__":
+    # The engine core, before anything else: its own start waits for minutes for a stage that is no
+    # more.
+    die_with_stage()
