@@ -9,7 +9,7 @@ SHELL := bash
 ENGINE ?= cpu
 PYTHON := .venv/bin/python
 
-.PHONY: help env demo test test-long check bench generate cluster-up cluster-down demo-cluster
+.PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down demo-cluster
 
 help: ## what can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,11 +32,14 @@ test: env ## every tier that needs one machine: unit, integration, client, fault
 test-long: env ## the same with many more random cases
 	@$(PYTHON) -m scripts.run_tests --long
 
+soak: env ## the proofs of exactness at full length: every mode and disturbance at 120 units
+	@$(PYTHON) -m scripts.run_tests soak
+
 check: env ## format, lint, types, import rules, dead code, lock and generated files, words
 	@$(PYTHON) -m scripts.check
 
-bench: env ## speed and memory, as JSON with conditions
-	@$(PYTHON) -m scripts.run_tests bench
+bench: env ## speed and memory, as JSON with conditions (BENCH="--quick units" for a part)
+	@$(PYTHON) -m tests.bench $(BENCH)
 
 generate: env ## write the generated files (CRDs and the chart's copies)
 	@$(PYTHON) -m scripts.generate_crds

@@ -8,6 +8,7 @@ a measure is broken. Run it on a quiet machine: `conditions` in the JSON says wh
 import argparse
 import json
 import re
+import signal
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -75,6 +77,8 @@ def main() -> int:
         parser.error(f"unknown measure {min(unknown)!r}; there are {', '.join(MEASURES)}")
     console = Console(width=None if sys.stdout.isatty() else 160)
     before, began = conditions.load_average(), time.monotonic()
+    # So that a `kill` or a timeout of this program leaves no sidecar behind.
+    signal.signal(signal.SIGTERM, leave)
     results = Results()
     rig = Rig.prepare(arguments.checkpoint, arguments.quick)
     with rig:
@@ -100,6 +104,10 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(document))
     return conclude(results, path, console, arguments.strict)
+
+
+def leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def run(rig: Rig, chosen: list[str], results: Results, console: Console) -> None:

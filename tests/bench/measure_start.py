@@ -16,7 +16,7 @@ def measure_start(rig: Rig) -> tuple[LocalSidecar, list[Figure], dict[str, objec
     """Returns the warm sidecar, still running. Raises SidecarFailed."""
     cold_s: float | None = None
     if not rig.quick:
-        cold, cold_s = rig.start_sidecar("cold", cache_dir=rig.folder / "empty-cache")
+        cold, cold_s = rig.start_sidecar("cold", cache_dir=str(rig.folder / "empty-cache"))
         cold.stop()
     # Once more than needed where nothing has filled the caches yet.
     first, first_s = rig.start_sidecar("first")

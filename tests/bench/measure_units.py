@@ -1,12 +1,12 @@
 """One session, unit by unit: wall times, stages, rebuilds, and what lies outside the stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 from tests.bench.client import STAGES, Seen
 from tests.bench.figures import Figure
-from tests.bench.rig import Rig
+from tests.bench.rig import Rig, Scenario
 from tests.bench.scenarios import (
     BASIC,
     CAMERA_BASIC,
@@ -25,6 +25,7 @@ UNIT_CODES_SAMPLES = (20_000, 24_000)
 """Sound of 25 codes: one second, less what a turn's first chunk holds back. Fewer were cut short; a
 turn's last unit may bring several seconds at once."""
 LONG_UNITS = 120
+QUICK_UNITS = 60
 WARM_UP_UNITS = 3
 """The first ones open streams and fill caches; only the slowest unit counts them too."""
 LISTEN_OFF_MS = 80.0
@@ -34,23 +35,39 @@ OUTSIDE_CPU_MS = 5.0
 SHARE_OF_FULL = 0.9
 """A context window counts as full from this share of its longest prompt on."""
 
-SCENARIOS = (OFF, CONTEXT, CONTEXT_LONG, BASIC, CAMERA_BASIC, CAMERA_CONTEXT)
+SERVED = (OFF, CONTEXT, CONTEXT_LONG)
+REBUILT = (CONTEXT, CONTEXT_LONG, BASIC, CAMERA_BASIC, CAMERA_CONTEXT)
+WAITING = "nothing ahead"
+"""In names: of a sidecar that opens no stream ahead, so that each unit waits for its rebuild."""
 
 
 def measure_units(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
-    """Raises Broken."""
-    units = 60 if rig.quick else 120
+    """Raises Broken, SidecarFailed."""
+    served = _converse_all(rig, sidecar, SERVED)
+    plain, _ = rig.start_sidecar("plain", rebuild_ahead=False)
+    rebuilt = _converse_all(rig, plain, REBUILT)
+    plain.stop()
+    off, context = served[OFF.name], served[CONTEXT.name]
+    figures = [*_off(off)]
+    for scenario in (CONTEXT, CONTEXT_LONG):
+        figures += _context(scenario.name, served[scenario.name])
+        figures += _context(f"{scenario.name}, {WAITING}", rebuilt[scenario.name])
+    for scenario in (BASIC, CAMERA_BASIC, CAMERA_CONTEXT):
+        figures += _reported(f"{scenario.name}, {WAITING}", rebuilt[scenario.name])
+    figures += _ratios(off, rebuilt)
+    figures += [*_outside(off), *_outside(context)]
+    data: dict[str, object] = {name: as_data(run) for name, run in served.items()}
+    data[WAITING] = {name: as_data(run) for name, run in rebuilt.items()}
+    return figures, data
+
+
+def _converse_all(rig: Rig, sidecar: LocalSidecar, scenarios: Sequence[Scenario]) -> dict[str, Run]:
     runs: dict[str, Run] = {}
-    for scenario in SCENARIOS:
-        count = LONG_UNITS if scenario is CONTEXT_LONG else units
+    for scenario in scenarios:
+        units = LONG_UNITS if scenario is CONTEXT_LONG or not rig.quick else QUICK_UNITS
         idle_s = IDLE_S if scenario in (OFF, CONTEXT) else 0.0
-        runs[scenario.name] = converse(rig, sidecar, scenario, count, idle_s=idle_s)
-    off, context = runs[OFF.name], runs[CONTEXT.name]
-    figures = [*_off(off), *_context(context), *_context(runs[CONTEXT_LONG.name])]
-    for name in (BASIC.name, CAMERA_BASIC.name, CAMERA_CONTEXT.name):
-        figures += _reported(runs[name])
-    figures += [*_ratios(off, context, runs.values()), *_outside(off), *_outside(context)]
-    return figures, {name: as_data(run) for name, run in runs.items()}
+        runs[scenario.name] = converse(rig, sidecar, scenario, units, idle_s=idle_s)
+    return runs
 
 
 def _off(run: Run) -> list[Figure]:
@@ -68,10 +85,9 @@ def _off(run: Run) -> list[Figure]:
     ]
 
 
-def _context(run: Run) -> list[Figure]:
+def _context(name: str, run: Run) -> list[Figure]:
     full = rebuilt_full(run.seen)
     listens = [one for one in full if listens_only(one)]
-    name = run.scenario.name
     slowest = max(one.client_ms for one in run.seen)
     tokens = percentile([float(one.window_tokens) for one in full], 0.5) if full else 0.0
     window = f"{tokens:.0f} tokens in the window"
@@ -79,7 +95,7 @@ def _context(run: Run) -> list[Figure]:
         _p50(f"{name} full: listening unit, client's wall", _client(listens), LISTEN_CONTEXT_MS),
         _p95(f"{name} full: listening unit, client's wall", _client(listens)),
         _p50(f"{name} full: listening unit, server's wall", [one.server_ms for one in listens]),
-        _p50(f"{name} full: rebuild", _rebuilds(full), note=window),
+        _p50(f"{name} full: waited for the rebuild", _rebuilds(full), note=window),
         *_stages(f"{name} full: listening unit", listens),
         Figure(
             f"{name}: slowest of {len(run.seen)} units, client's wall",
@@ -91,8 +107,7 @@ def _context(run: Run) -> list[Figure]:
     ]
 
 
-def _reported(run: Run) -> list[Figure]:
-    name = run.scenario.name
+def _reported(name: str, run: Run) -> list[Figure]:
     rebuilt = [one for one in run.seen if one.rebuild_ms is not None]
     extended = [one for one in run.seen[WARM_UP_UNITS:] if one.rebuild_ms is None]
     tokens = [float(one.window_tokens) for one in rebuilt]
@@ -106,18 +121,19 @@ def _reported(run: Run) -> list[Figure]:
     ]
 
 
-def _ratios(off: Run, context: Run, runs: Iterable[Run]) -> list[Figure]:
-    """Figures that a busy machine does not move much."""
+def _ratios(off: Run, rebuilt: Mapping[str, Run]) -> list[Figure]:
+    """Figures that a busy machine does not move much. rebuilt: with nothing made ahead."""
     listens = _client(_steady(off, listens_only))
     speaks = _client(_steady(off, speaks_whole))
+    context = rebuilt[CONTEXT.name]
     full = _client([one for one in rebuilt_full(context.seen) if listens_only(one)])
-    rebuilt = [one for run in runs for one in run.seen if one.rebuild_ms is not None]
-    line = fit_line([one.window_tokens / 1000 for one in rebuilt], _rebuilds(rebuilt))
+    slides = [one for run in rebuilt.values() for one in run.seen if one.rebuild_ms is not None]
+    line = fit_line([one.window_tokens / 1000 for one in slides], _rebuilds(slides))
     everything = off.seen[WARM_UP_UNITS:] + context.seen[WARM_UP_UNITS:]
     outside = [max(0.0, one.client_ms - one.stages_ms) for one in everything]
     shares = [over / one.client_ms * 100 for over, one in zip(outside, everything, strict=True)]
     return [
-        Figure("context full / off, listening units", _ratio(full, listens), "x"),
+        Figure(f"context full, {WAITING} / off, listening units", _ratio(full, listens), "x"),
         Figure("speaking / listening unit in off", _ratio(speaks, listens), "x"),
         Figure(
             "rebuild, each 1,000 tokens",

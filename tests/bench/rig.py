@@ -100,22 +100,22 @@ class Rig:
         self.valkey.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def new_sidecar(self, name: str, cache_dir: Path | None = None) -> LocalSidecar:
-        """Not started yet. Telemetry goes out, as in the demo."""
-        sidecar = LocalSidecar.prepare(
-            self.folder / name,
-            checkpoint=str(self.checkpoint),
-            redis_url=self.valkey.url,
-            cache_dir=str(cache_dir or default_cache_dir()),
-            replica=name,
-            otlp_endpoint=self.sink.endpoint,
-        )
+    def new_sidecar(self, name: str, **settings: object) -> LocalSidecar:
+        """Not started yet. Telemetry goes out, as in the demo. settings: over the usual ones."""
+        usual: dict[str, object] = {
+            "checkpoint": str(self.checkpoint),
+            "redis_url": self.valkey.url,
+            "cache_dir": str(default_cache_dir()),
+            "replica": name,
+            "otlp_endpoint": self.sink.endpoint,
+        }
+        sidecar = LocalSidecar.prepare(self.folder / name, **(usual | settings))
         self._sidecars.append(sidecar)
         return sidecar
 
-    def start_sidecar(self, name: str, cache_dir: Path | None = None) -> tuple[LocalSidecar, float]:
+    def start_sidecar(self, name: str, **settings: object) -> tuple[LocalSidecar, float]:
         """(a ready sidecar, seconds from exec to ready). Raises SidecarFailed."""
-        sidecar = self.new_sidecar(name, cache_dir)
+        sidecar = self.new_sidecar(name, **settings)
         began = time.monotonic()
         sidecar.start()
         sidecar.wait_ready()

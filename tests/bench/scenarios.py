@@ -17,9 +17,14 @@ CONTEXT = Scenario("context", {"mode": "context"})
 CONTEXT_LONG = Scenario("context-80", {"mode": "context", "contextMaxUnits": 80})
 """About 1,300 positions, near the longest of the proofs' figures."""
 BASIC = Scenario(
-    "basic", {"mode": "basic", "basicWindowHighTokens": 1600, "basicWindowLowTokens": 1200}
+    "basic", {"mode": "basic", "basicWindowHighTokens": 700, "basicWindowLowTokens": 400}
 )
-CAMERA_BASIC = Scenario("camera-basic", BASIC.window, camera=True)
+CAMERA_BASIC = Scenario(
+    "camera-basic",
+    {"mode": "basic", "basicWindowHighTokens": 1600, "basicWindowLowTokens": 1200},
+    camera=True,
+)
+"""As in the example with the camera."""
 CAMERA_CONTEXT = Scenario("camera-context", CONTEXT.window, camera=True)
 
 ROLL_OVER_TOKENS = 7_000

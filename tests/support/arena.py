@@ -11,7 +11,7 @@ from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 
 MAX_MODEL_TOKENS = 512
 LEDGER_HOLD_S = 2.0
-STAGES_TIMEOUT_S = 180.0
+STAGES_TIMEOUT_S = 240.0
 
 
 @dataclass

@@ -196,3 +196,63 @@ def equals_talk(talk: Talk, other: Talk, reference: Reference) -> Figures:
     if talk.said != other.said:
         raise NotExact(0, "the ledger holds other tokens")
     return figures
+
+
+# --- (e) where rounding decides -------------------------------------------------------------------
+
+NEAR_TIE = 0.1
+"""Bfloat16, tiny checkpoint: a token may be another one if its logits are that close."""
+ROUNDING = 0.4
+"""Bfloat16, tiny checkpoint: the farthest that rounding may move any logit."""
+
+
+@dataclass(frozen=True)
+class NearTies:
+    """sampled: tokens that logits decided. gaps: of those that the reference would not have chosen,
+    how near they were."""
+
+    sampled: int = 0
+    gaps: tuple[float, ...] = ()
+    farthest: float = 0.0
+
+    def and_then(self, other: "NearTies") -> "NearTies":
+        return NearTies(
+            self.sampled + other.sampled,
+            (*self.gaps, *other.gaps),
+            max(self.farthest, other.farthest),
+        )
+
+    def __str__(self) -> str:
+        widest = f", the widest {max(self.gaps):.3f}" if self.gaps else ""
+        return (
+            f"{len(self.gaps)} near ties in {self.sampled} tokens{widest};"
+            f" logits within {self.farthest:.2f}"
+        )
+
+
+def near_ties(talk: Talk, script: Script, language: Language, reference: Reference) -> NearTies:
+    """Where the session said something else than the reference would have, given what was said
+    before. Raises where that was no near tie, or where the logits are farther off than rounding."""
+    sampled, farthest = 0, 0.0
+    gaps: list[float] = []
+    policy = GreedyPolicy(language)
+    for number, truth in enumerate(decided(talk, script, reference), start=1):
+        answer = talk.tape.last(number)
+        by = _farthest(reference, _served(answer, reference), _states(truth))
+        if by > ROUNDING:
+            raise NotExact(number, "logits differ by more than rounding", by)
+        farthest = max(farthest, by)
+        logits = reference.logits(_states(truth))
+        policy.begin(is_speech=talk.cast.is_speech(number))
+        for index, (token, emitted) in enumerate(zip(answer.sampled, answer.emitted, strict=True)):
+            choice = policy.decide(logits[index])
+            sampled += choice.logits is not None
+            if choice.sampled != token:
+                if choice.logits is None:
+                    raise NotExact(number, f"token {index} was not to be sampled")
+                gap = choice.gap(token, policy.chunk_eos)
+                if gap > NEAR_TIE:
+                    raise NotExact(number, f"token {index} is no near tie", gap)
+                gaps.append(gap)
+            policy.accept(token, emitted)
+    return NearTies(sampled, tuple(gaps), farthest)

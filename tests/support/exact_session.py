@@ -49,8 +49,7 @@ from duplex_sidecar.stages.supervisor import StageSpec, Supervisor
 from duplex_sidecar.stages.thinker.client import ThinkerClient
 from duplex_sidecar.stages.thinker.config import ThinkerSettings
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.append(str(TESTS / "fakes"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
     PROMPT,
     RATE_HZ,
@@ -65,6 +64,7 @@ from session_kit import (
     with_camera,
 )
 
+TESTS = Path(__file__).resolve().parents[1]
 CONTEXT_TOKENS = 8160
 FEED_TIMEOUT_S = 120.0
 PATIENCE = 6

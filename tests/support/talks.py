@@ -1,12 +1,11 @@
 """Conversations that can be compared: the same manifest and speech, alone and under attack."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from support.ledgers import committed_units, tokens_of
 from support.material import manifest, speech
-from support.realtime import UNIT_BYTES, RealtimeClient, conversing
+from support.realtime import RealtimeClient, conversing
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 
@@ -56,15 +55,7 @@ async def undisturbed(
 async def speak_in_step(
     client: RealtimeClient, first: int, last: int, start_s: float = 0.0
 ) -> None:
-    """Units first..last, each when the one before is done."""
+    """Units first..last, each when the one before is done; a stage may restart meanwhile."""
     for unit in range(first, last + 1):
         await client.speak(speech(1, start_s + unit - 1))
-        await client.until_unit(unit)
-
-
-async def speak_in_real_time(client: RealtimeClient, pcm: bytes, speed: float = 1.0) -> None:
-    """Half a second at a time."""
-    piece = UNIT_BYTES // 2
-    for start in range(0, len(pcm), piece):
-        await client.speak(pcm[start : start + piece])
-        await asyncio.sleep(0.5 / speed)
+        await client.until_unit(unit, timeout_s=120)

@@ -68,10 +68,7 @@ def record(tapes: Sequence[Path], folder: Path) -> RecordReport:
             left_out.append(f"{name}: from unit {len(session.units) + 1} on: {session.cut}")
         if not session.units:
             continue
-        findings += [
-            f"{name}: the prompt of unit {seq} holds an earlier unit otherwise than it was fed"
-            for seq in changed_prompts(session, vocabulary)
-        ]
+        findings += [f"{name}: {what}" for what in changed_prompts(session, vocabulary)]
         _trace(session, vocabulary, cases, left_out)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / VOCABULARY_NAME).write_bytes((tapes[0].parent / VOCABULARY_NAME).read_bytes())

@@ -36,7 +36,11 @@ from duplex_sidecar.contract.vocabulary_file import VOCABULARY_NAME, encode_voca
 from duplex_sidecar.framing.errors import FramingError
 from duplex_sidecar.framing.frames import read_frame
 from duplex_sidecar.ledger.lease import Lease
-from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES, UNIT_SAMPLES
+from duplex_sidecar.model.minicpmo45.constants import (
+    AUDIO_POSITIONS_PER_CHUNK,
+    FIRST_CHUNK_SAMPLES,
+    UNIT_SAMPLES,
+)
 from duplex_sidecar.model.minicpmo45.talker import decode_rules
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.session.facts import SessionFacts
@@ -155,6 +159,7 @@ class _Encoder:
             frames=tuple(_size(frame) for frame in request.frames),
             discard=request.discard,
             generation=self._stage.generation,
+            rows=(),
             fault=None,
         )
         try:
@@ -162,7 +167,7 @@ class _Encoder:
         except StageError as error:
             self._tape.note(msgspec.structs.replace(entry, fault=_fault(error)))
             raise
-        self._tape.note(entry)
+        self._tape.note(msgspec.structs.replace(entry, rows=_encoded(rows)))
         return rows
 
     async def close(self, request: envelope.EncoderClose) -> None:
@@ -302,6 +307,17 @@ def _size(frame: bytes) -> tuple[int, int]:
     except FramingError:
         return 0, 0
     return size.width, size.height
+
+
+def _encoded(rows: envelope.EncoderRows) -> tuple[RowsOf, ...]:
+    """Image blocks, then each chunk of audio, as they stand in a prompt."""
+    count = rows.audio.shape[0] // AUDIO_POSITIONS_PER_CHUNK
+    size = len(rows.audio.data) // max(1, count)
+    chunks = [rows.audio.data[size * chunk : size * (chunk + 1)] for chunk in range(count)]
+    return (
+        *(RowsOf(block.shape[0], digest(block.data)) for block in rows.vision),
+        *(RowsOf(AUDIO_POSITIONS_PER_CHUNK, digest(chunk)) for chunk in chunks),
+    )
 
 
 def _thinker_part(part: envelope.ThinkerPart) -> ThinkerPart:

@@ -54,9 +54,17 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True, tag="opening"):
     max_talker_tokens: int
 
 
+class RowsOf(msgspec.Struct, frozen=True):
+    """Rows in a prompt: how many, and the digest of their bytes."""
+
+    rows: int
+    digest: str
+
+
 class EncoderFed(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
     """One append at the encoder. samples: all that were fed. padding_samples: zeros that framing
-    set before a session's first samples. frames: width and height."""
+    set before a session's first samples. frames: width and height. rows: what was answered, image
+    blocks before chunks of audio."""
 
     unit: int
     samples: int
@@ -64,14 +72,8 @@ class EncoderFed(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
     frames: tuple[tuple[int, int], ...]
     discard: bool
     generation: int
+    rows: tuple[RowsOf, ...]
     fault: Fault | None
-
-
-class RowsOf(msgspec.Struct, frozen=True):
-    """Rows in a prompt: how many, and the digest of their bytes."""
-
-    rows: int
-    digest: str
 
 
 ThinkerPart = tuple[int, ...] | RowsOf

@@ -121,7 +121,10 @@ def _length(condition: ConditionOf) -> int:
 
 
 def _starts_turn(fed: TalkerFed) -> bool:
-    """A prompt of this condition alone, and nothing said before it that a penalty would need."""
+    """As the Talker was told; for the end of a turn, which may be its start as well: a prompt of
+    this condition alone, and nothing said before it that a penalty would need."""
+    if fed.kind != "end":
+        return fed.kind == "start"
     return fed.opens and len(fed.parts) == 1 and not fed.recent_codes
 
 
@@ -185,11 +188,12 @@ def _prompt_tokens(fed: TalkerFed) -> int:
 
 
 def producer_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """One line of `producer_sessions`; None for a session that never spoke."""
+    """One line of `producer_sessions`, of all chunks that were sent, whatever became of them; None
+    for a session that never spoke."""
     producer = _ProducerTrace()
     by_unit: dict[int, list[WaveFed]] = {}
     for wave in session.waves:
-        if wave is not None and wave.fault is None:
+        if wave is not None:
             by_unit.setdefault(wave.unit, []).append(wave)
     for unit in session.units:
         waves = by_unit.get(unit.seq, [])
@@ -227,13 +231,21 @@ class _ProducerTrace:
         """All chunks of one unit, in order. A new epoch inside of it has all of its codes again."""
         epochs = sorted({wave.epoch for wave in waves})
         for epoch in epochs:
-            chunks = [wave for wave in waves if wave.epoch == epoch]
+            # A turn that was closed in vain is closed again, which the schema cannot tell from one
+            # that is closed twice.
+            final = epoch == epochs[-1]
+            chunks = [
+                wave for wave in waves if wave.epoch == epoch and (final or not wave.last_chunk)
+            ]
             self._enter(epoch)
             rest = codes
             for number, wave in enumerate(chunks):
-                last = number == len(chunks) - 1 and epoch == epochs[-1]
                 body = wave.codes[: max(0, wave.code_count)]
                 new = _new_codes(body, self.unsent + rest)
+                # One that was given up in the middle ends where the chunk that failed ends.
+                last = number == len(chunks) - 1 and (
+                    final or not body or new == len(self.unsent + rest)
+                )
                 taken = rest if last else rest[: max(0, new - len(self.unsent))]
                 rest = rest[len(taken) :]
                 self.unsent = (self.unsent + taken)[new:]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from duplex_sidecar.contract.recorder_session import Item, TapedSession, UnitFed, tokens_in
-from duplex_sidecar.contract.recorder_tape import Opening
+from duplex_sidecar.contract.recorder_tape import Opening, RowsOf
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 
 UNIT_SAMPLES = 16_000
@@ -138,9 +138,18 @@ def split_context(
     return list(whole[:behind]), previous, list(whole[behind:])
 
 
-def changed_prompts(session: TapedSession, vocabulary: Vocabulary) -> list[int]:
-    """Units in whose prompt an earlier unit is not what it was."""
-    return [step.unit.seq for step in steps_of(session, vocabulary) if step.changed]
+def changed_prompts(session: TapedSession, vocabulary: Vocabulary) -> list[str]:
+    """Prompts with other rows or units than there were: what the recorded schemas cannot show."""
+    found: list[str] = []
+    for step in steps_of(session, vocabulary):
+        seq = step.unit.seq
+        heard = session.heard.get(seq)
+        rows = tuple(item for item in step.window.pending if isinstance(item, RowsOf))
+        if heard is not None and rows != heard.rows:
+            found.append(f"unit {seq}: its rows are not those that the encoder gave")
+        if step.changed:
+            found.append(f"unit {seq}: an earlier unit in its prompt is not what it was")
+    return found
 
 
 def _index_of(items: Sequence[Item], wanted: int) -> int:

@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from duplex_sidecar.stages.engine.preemptions import PREEMPTIONS
 from duplex_sidecar.stages.engine.settings import BLOCK_TOKENS, Device, EngineSettings
 
 _UNLIMITED_ITEMS = 999
@@ -45,13 +46,16 @@ def start_engine(
         # The class: the string "uni" becomes the multiprocess executor on a CPU, which costs one
         # more process of 0.7 GiB.
         "distributed_executor_backend": UniProcExecutor,
+        # The one statistic that is wanted, preemptions, has a logger of its own.
         "disable_log_stats": True,
         "generation_config": "vllm",
     }
     if settings.device is Device.CUDA and not settings.enforce_eager:
         # Graphs of the decode steps without a compiler in the loop.
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments), stat_loggers=[PREEMPTIONS.logger]
+    )
 
 
 def engine_blocks(engine: AsyncLLM) -> int:

@@ -15,6 +15,7 @@ from duplex_sidecar.stages.engine.guards import EngineLimits, Refusal
 from duplex_sidecar.stages.engine.handoff import Handoff, UnitFaultError
 from duplex_sidecar.stages.engine.host import EngineHost, Feed
 from duplex_sidecar.stages.engine.launch import engine_blocks, start_engine
+from duplex_sidecar.stages.engine.preemptions import PREEMPTIONS
 from duplex_sidecar.stages.engine.settings import BLOCK_TOKENS
 from duplex_sidecar.stages.envelope import (
     Condition,
@@ -123,6 +124,7 @@ class TalkerService:
                 "seats": limits.seats,
                 "blocks": limits.blocks,
                 "block_tokens": limits.block_tokens,
+                "preemptions": PREEMPTIONS.count,
             },
             streams=self._host.streams,
         )

@@ -21,6 +21,7 @@ from duplex_sidecar.stages.engine.guards import EngineLimits, Refusal
 from duplex_sidecar.stages.engine.handoff import Handoff, RowsLostError, UnitFaultError
 from duplex_sidecar.stages.engine.host import EngineHost, Feed
 from duplex_sidecar.stages.engine.launch import engine_blocks, start_engine
+from duplex_sidecar.stages.engine.preemptions import PREEMPTIONS
 from duplex_sidecar.stages.engine.settings import BLOCK_TOKENS
 from duplex_sidecar.stages.envelope import (
     ELEMENT_BYTES,
@@ -152,6 +153,7 @@ class ThinkerService:
                 "blocks": limits.blocks,
                 "block_tokens": limits.block_tokens,
                 "lapped_records": self._host.handoff.lapped_records,
+                "preemptions": PREEMPTIONS.count,
             },
             streams=self._host.streams,
         )

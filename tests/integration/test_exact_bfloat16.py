@@ -1,0 +1,109 @@
+"""The same conversations in bfloat16: where a token differs from the reference's, it was a near tie.
+
+Rounding moves logits by a tenth, so that equal tokens are no promise there. The reference computes
+in float32 with the rounded weights and rows and follows what was really said, token by token.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from support.exact_checks import NearTies, NotExact, near_ties
+from support.exact_defects import Defect
+from support.exact_reference import Reference
+from support.exact_session import (
+    CASTS,
+    CRASH,
+    EVICTION,
+    Talk,
+    World,
+    engine,
+    make_world,
+    talk,
+    talk_badly,
+)
+
+from duplex_sidecar.cli.places import default_cache_dir
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.stages.envelope import ElementType
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+]
+
+UNITS = 40
+SEED = 3
+SHADOWED_UNIT = 17
+MOST_NEAR_TIES = 0.03
+"""Share of the tokens that were sampled."""
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tiny_checkpoint: Path, valkey: EmbeddedValkey) -> AsyncIterator[World]:
+    torch.set_num_threads(1)
+    half = ElementType.BFLOAT16
+    async with engine(tiny_checkpoint, default_cache_dir(), element_type=half) as running:
+        yield make_world(tiny_checkpoint, valkey.url, running, half)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Path) -> Reference:
+    return Reference(tiny_checkpoint, rounded=torch.bfloat16)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def calm(world: World) -> dict[str, Talk]:
+    return await talk(
+        world, CASTS, UNITS, label="calm", shadowed=lambda _, unit: unit == SHADOWED_UNIT
+    )
+
+
+def judged(talks: dict[str, Talk], world: World, reference: Reference) -> NearTies:
+    whole = NearTies()
+    for name, one in talks.items():
+        ties = near_ties(one, world.script, world.language, reference)
+        print(f"{name}: {ties}")
+        whole = whole.and_then(ties)
+    print(f"together: {whole}")
+    return whole
+
+
+async def test_a_differing_token_is_a_near_tie(
+    world: World, calm: dict[str, Talk], reference: Reference
+) -> None:
+    ties = judged(calm, world, reference)
+    assert ties.sampled > 500
+    assert len(ties.gaps) <= MOST_NEAR_TIES * ties.sampled
+
+
+async def test_a_conversation_treated_badly_differs_in_near_ties_alone(
+    world: World, calm: dict[str, Talk], reference: Reference
+) -> None:
+    kinds = (EVICTION, CRASH)
+    badly = await talk_badly(world, CASTS, UNITS, label="bad", kinds=kinds, seed=SEED)
+    ties = judged(badly, world, reference)
+    assert len(ties.gaps) <= MOST_NEAR_TIES * ties.sampled
+    same = sum(badly[name].said == one.said for name, one in calm.items())
+    print(f"{same} of {len(calm)} conversations have the tokens of the undisturbed one")
+
+
+async def test_a_missing_unit_is_noticed_in_spite_of_the_rounding(
+    world: World, calm: dict[str, Talk], reference: Reference
+) -> None:
+    """The smaller defects are as small as the rounding: float32 finds them."""
+    for one in calm.values():
+        spoilt = one.spoilt(SHADOWED_UNIT, Defect.UNIT_MISSING)
+        with pytest.raises(NotExact):
+            near_ties(spoilt, world.script, world.language, reference)
