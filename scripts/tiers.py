@@ -18,6 +18,7 @@ TIER_OF_FOLDER = {
     "cluster": "cluster",
     "bench": "bench",
     "gpu": "gpu",
+    "soak": "soak",
 }
 PROFILE_VARIABLE = "DUPLEX_TEST_PROFILE"
 LONG_PROFILE = "long"

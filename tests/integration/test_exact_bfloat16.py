@@ -1,4 +1,4 @@
-"""The same conversations in bfloat16: where a token differs from the reference's, it was a near tie.
+"""The same conversations in bfloat16: a token that differs from the reference's was a near tie.
 
 Rounding moves logits by a tenth, so that equal tokens are no promise there. The reference computes
 in float32 with the rounded weights and rows and follows what was really said, token by token.
