@@ -62,8 +62,8 @@ def print_table(console: Console, figures: Sequence[Figure]) -> None:
     for figure in figures:
         table.add_row(
             figure.name,
-            _short(figure.value),
-            "" if figure.at_most is None else f"<= {_short(figure.at_most)}",
+            short(figure.value),
+            "" if figure.at_most is None else f"<= {short(figure.at_most)}",
             figure.unit,
             figure.verdict,
             figure.note,
@@ -72,7 +72,8 @@ def print_table(console: Console, figures: Sequence[Figure]) -> None:
     console.print(table)
 
 
-def _short(value: float | None) -> str:
+def short(value: float | None) -> str:
+    """Three digits, or a dash for no sample."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.bench.figures import short
+
 
 def markdown(document: dict[str, Any]) -> str:
     """Conditions in one line, then the figures that have a target, then the others."""
@@ -27,8 +29,8 @@ def markdown(document: dict[str, Any]) -> str:
 
 def _row(figure: dict[str, Any]) -> str:
     unit = figure["unit"]
-    target = "" if figure["at_most"] is None else f"<= {figure['at_most']:g} {unit}"
-    value = "-" if figure["value"] is None else f"{figure['value']:.3g} {unit}"
+    target = "" if figure["at_most"] is None else f"<= {short(figure['at_most'])} {unit}"
+    value = f"{short(figure['value'])} {unit}"
     verdict = "" if figure["verdict"] == "-" else figure["verdict"]
     return f"| {figure['name']} | {value} | {target} | {verdict} | {figure['note']} |"
 

@@ -15,16 +15,24 @@ from duplex_sidecar.client.local_sidecar import LocalSidecar
 pytestmark = pytest.mark.fault
 
 OTHER_UNITS = 50
-TOO_MANY_UNITS = manifest(
-    window={"mode": "context", "contextMaxUnits": 60, "contextPreviousMaxTokens": 60},
-    lifecycle={"disconnectGrace": "60s"},
-)
-"""Units that stay whole, but do not fit: the first slide would come too late."""
 OFF = manifest(window={"mode": "off"}, lifecycle={"disconnectGrace": "60s"})
 
 
-@pytest.mark.parametrize("text", [OFF, TOO_MANY_UNITS], ids=["off", "context"])
-async def test_a_conversation_at_the_limit_ends_alone(arena: Arena, text: str) -> None:
+def context(units: int) -> str:
+    window = {"mode": "context", "contextMaxUnits": units, "contextPreviousMaxTokens": 200}
+    return manifest(window=window, lifecycle={"disconnectGrace": "60s"})
+
+
+@pytest.mark.parametrize(
+    ("text", "slides"),
+    [(OFF, False), (context(60), False), (context(29), True)],
+    ids=["off", "a first slide too late", "a rebuild too long"],
+)
+async def test_a_conversation_at_the_limit_ends_alone(
+    arena: Arena, text: str, slides: bool
+) -> None:
+    """The units that a window keeps whole, and the text of those that it dropped, can be more than
+    the model holds."""
     sidecar = arena.one()
     alone = await undisturbed(sidecar, CONTEXT, OTHER_UNITS)
     session, token = await asyncio.to_thread(new_session, sidecar, text, "long")
@@ -45,6 +53,8 @@ async def test_a_conversation_at_the_limit_ends_alone(arena: Arena, text: str) -
         client.heard.assert_whole()
         longest = client.heard.units[-1]["window_tokens"]
         assert MAX_MODEL_TOKENS - 60 < longest <= MAX_MODEL_TOKENS
+        rebuilt = {unit["rebuild_cause"] for unit in client.heard.units} - {None}
+        assert rebuilt == ({"slide"} if slides else set())
         neighbour.heard.assert_whole()
         assert neighbour.heard.errors == []
         records = await committed_units(arena.bed.valkey.url, other)

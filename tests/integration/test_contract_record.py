@@ -391,6 +391,6 @@ async def talked(sidecar: LocalSidecar, name: str) -> list[list[int]]:
 
 def opened_ahead(tapes: list[Path]) -> list[dict[str, Any]]:
     """Streams that got closed units alone, before their append was there."""
-    entries = [json.loads(line) for tape in tapes for line in tape.open()]
+    entries = [json.loads(line) for tape in tapes for line in tape.read_text().splitlines()]
     fed = [entry for entry in entries if entry["type"] == "thinker"]
     return [entry for entry in fed if isinstance(entry["parts"][-1], list)]

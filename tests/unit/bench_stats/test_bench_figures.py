@@ -15,6 +15,7 @@ from tests.bench.measure_profile import room_of, short_name
 from tests.bench.measure_units import listens_only, rebuilt_full, speaks_whole
 from tests.bench.processes import cpu_s, main_thread_cpu_s, memory
 from tests.bench.stats import fit_line, median_slope, percentile, spread
+from tests.bench.table import markdown
 
 pytestmark = pytest.mark.unit
 
@@ -200,6 +201,28 @@ def test_the_document_has_rows_on_one_line() -> None:
     assert json.loads(text) == document
     assert '[1, null, "a, b"]' in text
     assert '"y": [1, 2]' in text
+
+
+def test_a_result_file_becomes_a_table() -> None:
+    figures = [
+        as_json(Figure("reported", None, "ms", note="n=0")),
+        as_json(Figure("slowest", 1096.7, "ms", 1000.0)),
+        as_json(Figure("planner", 6.0712, "us", 50.0)),
+    ]
+    conditions = {
+        "machine": {"cpu": "Some CPU", "cores": 2},
+        "load_before": [0.1, 0.2, 0.3],
+        "load_after": [1.0, 0.5, 0.4],
+    }
+    text = markdown(
+        {"date": "today", "revision": "abc+", "conditions": conditions, "figures": figures}
+    )
+    assert text.splitlines()[0].startswith("today, revision `abc+`, Some CPU, 2 cores, load 0.1")
+    assert text.splitlines()[4:] == [
+        "| slowest | 1097 ms | <= 1000 ms | MISS |  |",
+        "| planner | 6.07 us | <= 50 us | ok |  |",
+        "| reported | - ms |  |  | n=0 |",
+    ]
 
 
 def test_a_process_s_own_clock_and_memory() -> None:

@@ -41,6 +41,7 @@ def window(prompt_tokens: int, open_start: int | None = None) -> WindowState:
 @pytest.mark.parametrize(
     ("update", "open_start", "dropped", "replacement"),
     [(21, 0, 12, 19), (21, None, 9, 22), (20, None, 9, 21), (8, None, 9, 9)],
+    ids=["12/19", "9/22", "21-token plan", "9/9"],
 )
 def test_worked_examples(
     update: int, open_start: int | None, dropped: int, replacement: int
@@ -52,7 +53,11 @@ def test_worked_examples(
     assert after == WindowState(replacement, 3, (), 0, ())
 
 
-@pytest.mark.parametrize(("limit", "fits"), [(20, False), (21, False), (22, True), (25, True)])
+@pytest.mark.parametrize(
+    ("limit", "fits"),
+    [(20, False), (21, False), (22, True), (25, True)],
+    ids=["limit 20", "limit 21", "limit 22", "limit 25"],
+)
 def test_a_plan_of_21_tokens_needs_a_limit_of_22(limit: int, fits: bool) -> None:
     state = window(9)
     decision, after = plan(
