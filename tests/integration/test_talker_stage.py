@@ -197,6 +197,20 @@ async def test_a_rebuild_is_the_previous_condition_its_codes_and_the_new_one(sta
     assert len(rebuilt.answers[0]) == 25
 
 
+@pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["limit - 1", "limit", "limit + 1"])
+async def test_the_longest_condition_at_the_limit(stage: Stage, beyond: int) -> None:
+    """19 tokens and the row that closes them, and 25 codes of a budget of 26: the session fills the
+    limit exactly and rebuilds above it; the engine has 32 positions more."""
+    text = Text(tuple(range(100, 119)), random_rows(19, 950, scale=1.0))
+    before = Text.random(951)
+    filling = CONTEXT_TOKENS + beyond - 26 - 20 - (len(before.ids) + 1)
+    codes = Ids(tuple(np.random.default_rng(952).integers(0, CODEC_EOS, filling).tolist()))
+    turn = Turn(stage, f"limit-{beyond}", TALKER_SAMPLING)
+    await turn.say(UnitKind.MID, text, before=(before.part(), codes))
+    assert len(turn.answers[0]) == 25
+    assert turn.position == CONTEXT_TOKENS + beyond - 1
+
+
 async def test_hidden_rows_may_be_bfloat16(stage: Stage) -> None:
     text = Text.random(800)
     rounded = torch.from_numpy(text.hidden).bfloat16()

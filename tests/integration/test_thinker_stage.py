@@ -63,6 +63,7 @@ SEATS = 4
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * 32  # layers, keys and values, heads, size, float32, positions
 BLOCKS = 48
 TOLERANCE = 1e-4
+ENDINGS = 1_000
 
 
 @dataclass
@@ -240,6 +241,25 @@ async def test_a_rebuild_in_chunks_goes_on_equally_while_the_old_stream_lives(
     await converse(talk, units=2, seed=4)
 
 
+async def test_a_stream_opened_ahead_answers_as_if_it_had_had_its_prompt_at_once(
+    stage: Stage,
+) -> None:
+    """Closed units alone, one token that nobody reads, then the append: the reference's tokens and
+    hidden rows, and positions as if that token had never been."""
+    talk = Conversation(stage, "foreseen", SESSION_SAMPLING, "old")
+    await converse(talk, units=5, seed=7)
+    # The unit just answered is closed, and the whole of it is given to another stream.
+    talk.pieces.append((stage.vocabulary.unit_end,))
+    talk.stream, talk.fed, talk.unit = "ahead", 0, talk.unit - 1
+    await stage.thinker.feed(talk.request(talk.rules((stage.vocabulary.listen,))))
+    talk.fed, talk.unit = len(talk.pieces), talk.unit + 1
+    assert set(await stage.streams()) == {"old", "ahead"}
+    await stage.thinker.close(ThinkerClose("old"))
+    talk.pieces += [(stage.vocabulary.unit,), random_rows(10, 7777)]
+    await talk.answer()
+    await converse(talk, units=2, seed=8)
+
+
 async def test_forced_ids_give_their_hidden_rows_again(stage: Stage) -> None:
     talk = Conversation(stage, "forced", SESSION_SAMPLING, "original")
     talk.hear(50)
@@ -252,8 +272,10 @@ async def test_forced_ids_give_their_hidden_rows_again(stage: Stage) -> None:
 
 
 async def test_a_unit_at_the_limit_ends_and_one_beyond_is_refused(stage: Stage) -> None:
+    """limit - 1, limit, limit + 1, with an answer of 19 tokens and a terminator; and the last
+    position at which the engine itself can still end it."""
     longest = (*range(40, 59), stage.vocabulary.chunk_eos)
-    for context in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS):
+    for context in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS, CONTEXT_TOKENS + 1, CONTEXT_TOKENS + 12):
         talk = Conversation(stage, f"limit-{context}")
         talk.pieces.append([stage.vocabulary.unit] * (context - 10))
         talk.pieces.append(random_rows(10, context))
@@ -387,7 +409,7 @@ async def test_closing_under_way_leaves_neither_seat_nor_blocks(stage: Stage) ->
     stream is ended with care; it would hold a seat for ever."""
     chance = random.Random(7)
     faults: set[StageFault] = set()
-    for number in range(300):
+    for number in range(ENDINGS):
         talk = Conversation(stage, f"cut-{number}")
         if chance.random() < 0.5:
             talk.hear(number)

@@ -137,6 +137,7 @@ class TapedThinker:
         if context[-1] == self._script.named["</unit>"]:
             # Closed units alone: the append comes later, and this answer counts for nothing.
             answer = await self._stage.feed(request)
+            self._newest[request.session] = stream.name
             stream.held = list(context)
             tape.ahead += 1
         else:

@@ -118,7 +118,7 @@ def test_frames_without_image_tokens_are_refused() -> None:
 
 
 def test_the_append_1_11_2_1_11_is_one_history_unit() -> None:
-    """Two chunks of a small model: the append [1, 11, 2, 1, 11] is replaced by a prompt of length 2."""
+    """Two chunks of a small model: [1, 11, 2, 1, 11] is replaced by a prompt of length 2."""
     lengths = MediaLengths(audio_chunk=1, image_block=64)
     unit = UnitInput(1, 2, ())
     first = append_parts(unit, None, IDS, lengths)
