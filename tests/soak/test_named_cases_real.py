@@ -128,7 +128,7 @@ async def test_what_all_of_them_did_is_what_they_should_have_done(
     taped: LocalSidecar, tapes: Path, tmp_path: Path
 ) -> None:
     await asyncio.to_thread(taped.stop)
-    taken = sorted(tapes.glob("*.tape.jsonl"))
+    taken = await asyncio.to_thread(lambda: sorted(tapes.glob("*.tape.jsonl")))
     assert len(taken) == 22
     report = record(taken, tmp_path / "traces")
     assert (report.left_out, report.findings) == ((), ())
