@@ -4,7 +4,6 @@ The same by their names on fakes, prompt by prompt: tests/integration/test_named
 tapes of all sessions are checked from outside at the end.
 """
 
-import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,11 +123,11 @@ async def test_100_appends(taped: LocalSidecar, mode: str, camera: bool) -> None
         assert bool(slides) == (mode != "off")
 
 
-async def test_what_all_of_them_did_is_what_they_should_have_done(
+def test_what_all_of_them_did_is_what_they_should_have_done(
     taped: LocalSidecar, tapes: Path, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(taped.stop)
-    taken = await asyncio.to_thread(lambda: sorted(tapes.glob("*.tape.jsonl")))
+    taped.stop()
+    taken = sorted(tapes.glob("*.tape.jsonl"))
     assert len(taken) == 22
     report = record(taken, tmp_path / "traces")
     assert (report.left_out, report.findings) == ((), ())
