@@ -51,6 +51,7 @@ async def test_another_replica_goes_on_after_a_kill(arena: Arena) -> None:
         ):
             await asyncio.gather(busy.speak(speech(UNITS)), busy_too.speak(speech(UNITS)))
             await asyncio.gather(busy.until_unit(8), busy_too.until_unit(8))
+            await asyncio.to_thread(began_trace, arena, session, first)
             killed = time.monotonic()
             tree = first.tree()
             await asyncio.to_thread(first.kill_tree)
@@ -99,15 +100,12 @@ def assert_the_trace_goes_on(
 ) -> None:
     """The new replica's first span of the session links to a trace of the one before, and the
     rebuild has all its attributes."""
-    spans = eventually(lambda: of_session(arena, session), lambda s: len(s) > 20)
-    roots = [span for span in spans if span["name"] == "duplex.session"]
-    by_replica = {span["attributes"]["duplex.replica"]: span for span in roots}
-    before, after = by_replica[first.settings.replica], by_replica[second.settings.replica]
+    before, after = (began_trace(arena, session, sidecar) for sidecar in (first, second))
     assert before["attributes"]["duplex.segment.reason"] == "opened"
     assert after["attributes"]["duplex.segment.reason"] == "resumed"
     assert [link["traceId"] for link in after["links"]] == [before["traceId"]]
     assert after["traceId"] != before["traceId"]
-    (rebuild,) = [span for span in spans if span["name"] == "duplex.window.rebuild"]
+    (rebuild,) = eventually(lambda: of_session(arena, session, "duplex.window.rebuild"), bool)
     attributes = rebuild["attributes"]
     assert attributes["duplex.unit.seq"] == last_before + 1
     assert attributes["duplex.window.cause"] == "replica_restart"
@@ -118,10 +116,22 @@ def assert_the_trace_goes_on(
     assert attributes["duplex.rebuild.actual_ms"] > 0
 
 
-def of_session(arena: Arena, session: str) -> list[dict[str, Any]]:
-    return [
-        span for span in arena.bed.spans() if span["attributes"].get("duplex.session.id") == session
-    ]
+def began_trace(arena: Arena, session: str, sidecar: LocalSidecar) -> dict[str, Any]:
+    """Root of the trace that this replica began for the session, once it has left the replica:
+    what a killed process had not sent yet is lost with it."""
+
+    def look() -> list[dict[str, Any]]:
+        roots = of_session(arena, session, "duplex.session")
+        replica = sidecar.settings.replica
+        return [root for root in roots if root["attributes"]["duplex.replica"] == replica]
+
+    (root,) = eventually(look, bool)
+    return root
+
+
+def of_session(arena: Arena, session: str, name: str) -> list[dict[str, Any]]:
+    of_name = [span for span in arena.bed.spans() if span["name"] == name]
+    return [span for span in of_name if span["attributes"].get("duplex.session.id") == session]
 
 
 def eventually(look: Callable[[], Any], good: Callable[[Any], bool], timeout_s: float = 10) -> Any:
