@@ -28,7 +28,7 @@ from duplex_sidecar.protocol.events import (
     SessionOpened,
 )
 from duplex_sidecar.session import outbox
-from duplex_sidecar.session.actor import MAILBOX_COMMANDS
+from duplex_sidecar.session.mailbox import MAILBOX_COMMANDS
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.port import Attachment
 

@@ -32,6 +32,13 @@ class AudioFormat(StrEnum):
     G711_ALAW = "g711_alaw"
 
 
+def sample_bytes(audio_format: AudioFormat) -> int:
+    """Bytes of one sample on the wire."""
+    if audio_format is AudioFormat.F32LE:
+        return F32_BYTES
+    return S16_BYTES if audio_format in (AudioFormat.PCM16, AudioFormat.S16LE) else 1
+
+
 def require_rate(rate_hz: int) -> None:
     """Raises FramingError AUDIO_RATE_UNSUPPORTED outside of 8 to 192 kHz."""
     if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:

@@ -182,6 +182,11 @@ class UnitFramer:
         return self._received - self._unit_start
 
     @property
+    def missing_samples(self) -> int:
+        """Client samples until the next unit closes."""
+        return len(self._buffer) - self._fill
+
+    @property
     def pending_bytes(self) -> int:
         """Bytes of audio and frames that wait, as `FramerLimits` counts them."""
         frames = sum(len(f.data) for group in self._groups for f in group.frames)

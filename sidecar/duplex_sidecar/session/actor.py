@@ -7,7 +7,6 @@ client can attach, leave or close while it is under way. Whatever ends the sessi
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,13 +46,13 @@ from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionOver
 from duplex_sidecar.session.input import InputDesk
+from duplex_sidecar.session.mailbox import Mailbox, joined
 from duplex_sidecar.session.outbox import Outbox
 from duplex_sidecar.session.replay import replay_after
 from duplex_sidecar.session.unit import BadInput, UnitRunner
 
 log = logging.getLogger(__name__)
 
-MAILBOX_COMMANDS = 64
 TICK_S = 0.25
 END_TIMEOUT_S = 10.0
 
@@ -138,7 +137,7 @@ class SessionActor:
         self._lifecycle = lifecycle
         self._recover = recover
         self._clock_s = clock_s
-        self._mailbox: deque[Command] = deque()
+        self._mailbox = Mailbox()
         self._wake = asyncio.Event()
         """Something waits for the loop: a command, work that is done, a wish to end."""
         self._room = asyncio.Event()
@@ -201,12 +200,12 @@ class SessionActor:
             self._require_running()
             if attachment != self._attachments:
                 raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
-            if len(self._mailbox) < MAILBOX_COMMANDS:
+            if not self._mailbox.full:
                 break
             self._room.clear()
             await self._room.wait()
-        self._mailbox.append(command)
-        self._wake.set()
+        if self._mailbox.put(command, self._desk.missing_bytes):
+            self._wake.set()
 
     def detach(self, attachment: int) -> None:
         """The client is gone. What it has submitted still counts."""
@@ -332,13 +331,20 @@ class SessionActor:
     # --- commands ---------------------------------------------------------------------------------
 
     def _take_mail(self) -> None:
-        while self._mailbox:
-            command = self._mailbox.popleft()
+        while run := self._mailbox.take(self._desk.sample_bytes):
             try:
-                self._command(command)
-            except ClientError as error:
-                self.publish(Failure(error.code, error.detail, error.param, command.event_id))
+                self._command(joined(run))
+            except ClientError:
+                # Nothing has changed. One by one, so that the error names its own event.
+                for command in run:
+                    self._command_or_failure(command)
         self._room.set()
+
+    def _command_or_failure(self, command: Command) -> None:
+        try:
+            self._command(command)
+        except ClientError as error:
+            self.publish(Failure(error.code, error.detail, error.param, command.event_id))
 
     def _command(self, command: Command) -> None:
         match command:

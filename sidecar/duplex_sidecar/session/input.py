@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.framing.errors import FramingError
 from duplex_sidecar.framing.frames import read_frame
-from duplex_sidecar.framing.pcm import AudioFormat, decode_audio, require_rate
+from duplex_sidecar.framing.pcm import AudioFormat, decode_audio, require_rate, sample_bytes
 from duplex_sidecar.framing.units import UnitFramer
 from duplex_sidecar.protocol.commands import AppendInput, SetInputFormat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
@@ -31,6 +31,16 @@ class InputDesk:
     def received_samples(self) -> int:
         """Client samples that are here or durable: a client goes on behind them."""
         return self._framer.received_samples
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample in the client's present format."""
+        return sample_bytes(self._format)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Audio in that format that the next unit lacks."""
+        return self._framer.missing_samples * self.sample_bytes
 
     @property
     def has_unit(self) -> bool:

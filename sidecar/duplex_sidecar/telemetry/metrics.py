@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from duplex_sidecar.telemetry import names
 from duplex_sidecar.telemetry.bounded import finishes_within
+from duplex_sidecar.telemetry.metric_export import MetricPusher, SharedReader
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traces import resource_of
 
@@ -39,18 +37,16 @@ class Metrics:
     def __init__(self, settings: TelemetrySettings) -> None:
         """Starts one background thread if there is an endpoint, none otherwise."""
         self._registry = CollectorRegistry()
-        self._exporting = _otlp_reader(settings)
-        prometheus = PrometheusMetricReader(scope_info_enabled=False, registry=self._registry)
-        readers: list[MetricReader] = [prometheus]
-        if self._exporting is not None:
-            readers.append(self._exporting)
+        reader = SharedReader(self._registry)
+        url = settings.signal_url("v1/metrics")
         self._provider = MeterProvider(
-            metric_readers=readers,
+            metric_readers=[reader],
             resource=resource_of(settings),
             # Spans are passed explicitly here, so an exemplar would never find one.
             exemplar_filter=AlwaysOffExemplarFilter(),
             shutdown_on_exit=False,
         )
+        self._pusher = None if url is None else MetricPusher(reader, url, settings)
         meter = self._provider.get_meter("duplex", settings.service_version)
         self._units = meter.create_counter(names.METRIC_UNITS, "{unit}", "Units by decision")
         self._unit_wall = meter.create_histogram(
@@ -160,22 +156,15 @@ class Metrics:
 
     def flush(self, timeout_ms: int) -> bool:
         """Export now. False: not taken in time. Blocks: call it in a thread from asyncio."""
-        if self._exporting is None:
+        if self._pusher is None:
             return True
-        # Not the provider's flush: it would also push a second copy onto the Prometheus page.
-        return finishes_within(timeout_ms, self._exporting.force_flush, "duplex-metric-flush")
+        return finishes_within(timeout_ms, self._pusher.push, "duplex-metric-flush")
 
     def close(self, timeout_ms: int) -> bool:
         """Export once more and stop. False: gave up after `timeout_ms`."""
-        return finishes_within(timeout_ms, self._provider.shutdown, "duplex-metric-close")
+        return finishes_within(timeout_ms, self._close, "duplex-metric-close")
 
-
-def _otlp_reader(settings: TelemetrySettings) -> PeriodicExportingMetricReader | None:
-    url = settings.signal_url("v1/metrics")
-    if url is None:
-        return None
-    return PeriodicExportingMetricReader(
-        OTLPMetricExporter(endpoint=url, timeout=settings.export_timeout_ms / 1000),
-        export_interval_millis=settings.metric_interval_ms,
-        export_timeout_millis=settings.export_timeout_ms,
-    )
+    def _close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+        self._provider.shutdown()

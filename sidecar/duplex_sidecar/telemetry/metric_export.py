@@ -1,0 +1,81 @@
+"""One reader of the instruments for both ways out: the Prometheus page and OTLP.
+
+With a reader each, every measurement would be aggregated twice, and that is done while a unit is
+under way.
+"""
+
+import logging
+import threading
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics.export import MetricsData
+from prometheus_client import CollectorRegistry
+
+from duplex_sidecar.telemetry.settings import TelemetrySettings
+
+log = logging.getLogger(__name__)
+
+
+class SharedReader(PrometheusMetricReader):
+    """The Prometheus page, and `snapshot` of the same cumulative numbers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(scope_info_enabled=False, registry=registry)
+        # Of the thread that takes a snapshot: `collect` hands over in the thread it is called in,
+        # and the page may be made in another one meanwhile.
+        self._mine = threading.local()
+
+    def snapshot(self) -> MetricsData | None:
+        """The numbers as they stand; None before the first measurement."""
+        self._mine.taken = None
+        self._mine.taking = True
+        try:
+            self.collect()
+        finally:
+            self._mine.taking = False
+        return self._mine.taken
+
+    def _receive_metrics(
+        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
+    ) -> None:
+        if getattr(self._mine, "taking", False):
+            self._mine.taken = metrics_data
+        else:
+            super()._receive_metrics(metrics_data, timeout_millis, **kwargs)
+
+
+class MetricPusher:
+    """Sends a snapshot each interval from a thread of its own, and a last one at the end."""
+
+    def __init__(self, reader: SharedReader, url: str, settings: TelemetrySettings) -> None:
+        self._reader = reader
+        self._exporter = OTLPMetricExporter(endpoint=url, timeout=settings.export_timeout_ms / 1000)
+        self._interval_s = settings.metric_interval_ms / 1000
+        self._sending = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="duplex-metrics", daemon=True)
+        self._thread.start()
+
+    def push(self) -> None:
+        """Send now. Blocks for as long as the collector takes, the export's timeout at most."""
+        data = self._reader.snapshot()
+        if data is None:
+            return
+        with self._sending:
+            try:
+                self._exporter.export(data)
+            except Exception:
+                log.exception("metrics were not sent")
+
+    def close(self) -> None:
+        """Send once more and stop."""
+        self._ended.set()
+        self._thread.join()
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self.push()
+        self.push()
