@@ -34,6 +34,7 @@ from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.code2wav.client import Code2WavClient
 from duplex_sidecar.stages.encoder.client import EncoderClient
+from duplex_sidecar.stages.envelope import HealthReport
 from duplex_sidecar.stages.launch import STAGES, stage_specs
 from duplex_sidecar.stages.supervisor import StageReport, StageState, Supervisor
 from duplex_sidecar.stages.talker.client import TalkerClient
@@ -66,7 +67,9 @@ class Sidecar:
         self._stage_states: dict[str, StageState] = {}
         """As last reported; a stage under way reports its progress in the same state again."""
         self.supervisor = Supervisor(
-            stage_specs(settings, model.element_type), self._on_stage_report
+            stage_specs(settings, model.element_type),
+            self._on_stage_report,
+            on_health=self._on_stage_health,
         )
         self.sessions: SessionRegistry | None = None
         self.ledger: Ledger | None = None
@@ -155,6 +158,11 @@ class Sidecar:
             return as_they_are
         recorder = Recorder(Path(folder), self.model.vocabulary, self.model.max_talker_tokens)
         return recorder.stages_of
+
+    def _on_stage_health(self, health: HealthReport) -> None:
+        preemptions = health.limits.get("preemptions")
+        if preemptions is not None:
+            self.metrics.preemptions(StageName(health.stage), preemptions)
 
     def _on_stage_report(self, report: StageReport) -> None:
         fields = {

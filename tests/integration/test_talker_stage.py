@@ -280,12 +280,19 @@ async def test_a_request_for_another_stage_is_refused(stage: Stage) -> None:
 
 
 async def test_closing_under_way_leaves_no_seat(stage: Stage) -> None:
+    """A unit is cut when the stage has only just been sent it, when the stage has its stream, and
+    after so many more of the stage's answers."""
     faults: set[StageFault] = set()
     for number in range(20):
         turn = Turn(stage, f"cut-{number}")
         request = turn.request([Text.random(number).part()], turn.rules(UnitKind.MID))
         feed = asyncio.create_task(stage.talker.feed(request))
-        await asyncio.sleep(0.001 * number)
+        await asyncio.sleep(0)
+        if number % 2:
+            while not (await stage.talker.health()).streams:
+                assert not feed.done()
+            for _ in range(number):
+                await stage.talker.health()
         await stage.talker.close(TalkerClose(turn.name))
         try:
             await feed

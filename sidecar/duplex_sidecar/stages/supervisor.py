@@ -98,6 +98,8 @@ class StageStartError(Exception):
 
 
 OnReport = Callable[[StageReport], None]
+OnHealth = Callable[[HealthReport], None]
+"""Told what each health check of a stage that serves has answered."""
 
 
 class Supervisor:
@@ -105,11 +107,16 @@ class Supervisor:
     the kernel kills the stages when the thread that started them ends."""
 
     def __init__(
-        self, specs: Sequence[StageSpec], on_report: OnReport, policy: RestartPolicy | None = None
+        self,
+        specs: Sequence[StageSpec],
+        on_report: OnReport,
+        policy: RestartPolicy | None = None,
+        on_health: OnHealth = lambda _: None,
     ) -> None:
         self._on_report = on_report
         self._keepers = {
-            spec.stage: _Keeper(spec, policy or RestartPolicy(), on_report) for spec in specs
+            spec.stage: _Keeper(spec, policy or RestartPolicy(), on_report, on_health)
+            for spec in specs
         }
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -148,11 +155,14 @@ class Supervisor:
 class _Keeper:
     """The life of one stage's process."""
 
-    def __init__(self, spec: StageSpec, policy: RestartPolicy, on_report: OnReport) -> None:
+    def __init__(
+        self, spec: StageSpec, policy: RestartPolicy, on_report: OnReport, on_health: OnHealth
+    ) -> None:
         self.link = StageLink(spec.stage)
         self._spec = spec
         self._policy = policy
         self._on_report = on_report
+        self._on_health = on_health
         self._ready_once: asyncio.Future[None] | None = None
         self._started_at = time.monotonic()
         self.last_report = StageReport(spec.stage, StageState.STOPPED, 0, "not started", 0.0)
@@ -255,7 +265,7 @@ class _Keeper:
             if process.returncode is not None:
                 return self._exit_reason(process)
             try:
-                await self._health()
+                self._on_health(await self._health())
                 strikes = 0
             except StageError as error:
                 strikes += 1

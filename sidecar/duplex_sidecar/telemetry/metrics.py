@@ -99,6 +99,12 @@ class Metrics:
             "{envelope}",
             "Envelopes refused between stages by reason",
         )
+        self._preemptions = meter.create_counter(
+            names.METRIC_PREEMPTIONS,
+            "{unit}",
+            "Units that vLLM preempted itself; admission should leave it no reason to",
+        )
+        self._preempted: dict[names.StageName, int] = {}
         self._recent_in_time: deque[bool] = deque(maxlen=RECENT_UNITS)
         meter.create_observable_gauge(
             names.METRIC_NEAR_REAL_TIME,
@@ -141,6 +147,14 @@ class Metrics:
     def envelope_refused(self, reason: str) -> None:
         """`reason`: a value of a closed list (contract section E, or a StageFault)."""
         self._refused.add(1, {names.ENVELOPE_REASON: reason})
+
+    def preemptions(self, stage: names.StageName, since_start: int) -> None:
+        """since_start: of the stage's present process, as its health says."""
+        before = self._preempted.get(stage, 0)
+        # A smaller number is that of a new process.
+        more = since_start - before if since_start >= before else since_start
+        self._preempted[stage] = since_start
+        self._preemptions.add(more, {names.STAGE: stage.value})
 
     def near_real_time_ratio(self) -> float:
         """Share of the recent units that were not slower than real time; 1.0 before any unit."""

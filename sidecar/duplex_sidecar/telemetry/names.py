@@ -145,6 +145,7 @@ METRIC_STAGE_RESTARTS: Final = "duplex.stage.restarts"
 METRIC_SESSIONS_LIVE: Final = "duplex.sessions.live"
 METRIC_LEDGER_TIME: Final = "duplex.ledger.time"
 METRIC_STAGE2_EPOCHS: Final = "duplex.stage2.epochs"
+METRIC_PREEMPTIONS: Final = "duplex.engine.preemptions"
 METRIC_ENVELOPES_REFUSED: Final = "duplex.envelopes.refused"
 
 # --- resource -----------------------------------------------------------------------------------

@@ -65,6 +65,14 @@ def test_series_do_not_grow_with_units_or_scrapes() -> None:
     assert samples_of(metrics)['duplex_units_total{duplex_unit_decision="listen"}'] == 150
 
 
+def test_preemptions_count_on_over_the_restart_of_an_engine() -> None:
+    metrics = Metrics(TelemetrySettings(replica="r1"))
+    for since_start in (0, 2, 2, 1, 3):
+        metrics.preemptions(names.StageName.THINKER, since_start)
+    samples = samples_of(metrics)
+    assert samples['duplex_engine_preemptions_total{duplex_stage="thinker"}'] == 5
+
+
 def test_two_processes_worth_of_metrics_do_not_mix() -> None:
     one, other = (Metrics(TelemetrySettings(replica=r)) for r in ("r1", "r2"))
     one.sessions_live(1)
