@@ -34,6 +34,7 @@ from duplex_api.resolve import (
     DEFAULT_OUTPUT,
     DEFAULT_SAMPLING,
 )
+from duplex_api.resolve_pool import DEFAULT_DRAIN, DEFAULT_POOL, DEFAULT_UPGRADE
 from duplex_api.session import IMMUTABLE_SESSION_FIELDS, SessionSpec, SessionStatus
 from duplex_api.window import DEFAULT_WINDOW
 
@@ -108,6 +109,9 @@ def session_crd() -> Schema:
 def pool_crd() -> Schema:
     """The CustomResourceDefinition of DuplexPool."""
     spec = structural_schema(PoolSpec)
+    _tell_defaults(spec, DEFAULT_POOL)
+    _tell_defaults(spec["properties"]["drain"], DEFAULT_DRAIN)
+    _tell_defaults(spec["properties"]["upgrade"], DEFAULT_UPGRADE)
     spec["properties"]["replicas"]["default"] = PoolSpec.model_fields["replicas"].default
     return _crd(
         names={

@@ -16,7 +16,7 @@ from duplex_api.base import (
     cel_rules,
 )
 from duplex_api.constants import API_VERSION, POOL_KIND
-from duplex_api.durations import Duration
+from duplex_api.durations import Duration, duration_ms
 from duplex_api.metadata import Condition, ObjectMeta, listed_by
 from duplex_api.window import WindowPolicy
 
@@ -185,9 +185,25 @@ class AllowedNamespaces(ApiModel):
         return self
 
 
+_LONGEST_GRACE_MS = 3_600_000
+_GRACE_BOUND = "grace must not be above 1h"
+
+
 class DrainPolicy(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            ("!has(self.grace) || duration(self.grace) <= duration('1h')", _GRACE_BOUND)
+        )
+    )
+
     grace: Duration | None = None
-    """How long a leaving pod may move its sessions before it parks the rest."""
+    """How long a leaving pod may move its sessions before it parks the rest. At most 1h."""
+
+    @model_validator(mode="after")
+    def _bounded_grace(self) -> Self:
+        if self.grace is not None and duration_ms(self.grace) > _LONGEST_GRACE_MS:
+            raise ValueError(_GRACE_BOUND)
+        return self
 
 
 class UpgradePolicy(ApiModel):
@@ -250,7 +266,10 @@ class PoolSpec(ApiModel):
     voices: VoiceVolume | None = None
     telemetry: Telemetry | None = None
     template: PodTemplate | None = None
-    """Merged into the pods by container name."""
+    """Merged into the pods by container name: what it says of `duplex-sidecar` (resources, env,
+    volumeMounts, imagePullPolicy) goes into the sidecar, other containers stand beside it. They
+    reach the realtime door at $DUPLEX_REALTIME_URL and none of the product's volumes or Secrets.
+    What would reach further is refused, see the condition Degraded."""
 
     @model_validator(mode="after")
     def _default_preset_exists(self) -> Self:

@@ -89,7 +89,7 @@ DEFAULT_LIFECYCLE = Lifecycle(
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 """Contract section C. Kept under `greedy` too, where nothing looks at them."""
 DEFAULT_OUTPUT = Output(modalities=(Modality.AUDIO, Modality.TEXT), audio_format=AudioFormat.PCM)
-DEFAULT_CAMERA = Camera(frames_per_unit=1, high_resolution=False)
+DEFAULT_CAMERA = Camera(frames_per_unit=1, high_resolution=True)
 """Of a session that has a camera."""
 
 

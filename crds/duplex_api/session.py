@@ -104,7 +104,8 @@ class Camera(ApiModel):
     frames_per_unit: Annotated[StrictInt, Field(ge=1, le=2)] | None = None
     """Frames a second: 1 or 2."""
     high_resolution: Flag | None = None
-    """Frames larger than one tile are also seen in slices (198 instead of 66 tokens)."""
+    """Of two frames, the first is also seen in two slices when it is larger than one tile of 448 x
+    448 pixels (198 instead of 66 tokens), as the public model does. false: no frame ever is."""
 
 
 class Output(ApiModel):
@@ -245,6 +246,9 @@ class SessionStatus(ApiModel):
         | None
     ) = None
     placement: Placement | None = None
+    """Absent while the session has no slot."""
+    last_placement: Placement | None = None
+    """Where it ran before; no larger fence was given out then."""
     ledger_id: Annotated[StrictStr, Field(max_length=253)] | None = None
     endpoint: Annotated[StrictStr, Field(max_length=2048)] | None = None
     token_secret: TokenSecret | None = None
