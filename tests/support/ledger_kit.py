@@ -168,8 +168,9 @@ class Writer:
 class LossyProxy:
     """Stands between client and server on Unix sockets.
 
-    lose_replies: so many replies are swallowed; then the connection is closed, or with `hang` left
-    open and silent. hold: requests are kept back while it is set, and sent on later.
+    lose_replies: so many replies are swallowed, after `let_through` that are not; then the
+    connection is closed, or with `hang` left open and silent. hold: requests are kept back while it
+    is set, and sent on later.
     """
 
     def __init__(self, upstream: str, folder: Path) -> None:
@@ -181,6 +182,7 @@ class LossyProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self.lose_replies = 0
+        self.let_through = 0
         self.hang = False
         self.lost = 0
         self.open_gate = asyncio.Event()
@@ -242,7 +244,9 @@ class LossyProxy:
         while data := await source.read(65_536):
             if number <= self._vanished:
                 continue
-            if self.lose_replies > 0:
+            if self.let_through > 0:
+                self.let_through -= 1
+            elif self.lose_replies > 0:
                 self.lose_replies -= 1
                 self.lost += 1
                 if not self.hang:

@@ -1,34 +1,34 @@
-"""`duplex ledger`: look at a session's ledger, check it, write it to a file, erase it."""
+"""`duplex ledger`: look at a session's ledger, check it, carry it elsewhere, erase it."""
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError
+from duplex_sidecar.cli import ledger_carrying as carrying
+from duplex_sidecar.cli import ledger_sweeping as sweeping
+from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.export import export_lines, verify_lines
+from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.records import Committed
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.session_view import LoadedSession
-from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
-T = TypeVar("T")
+RETRY_EVERY_S = 0.5
 
-app = App(name="ledger", help="Look at a session's ledger, check it, write it to a file, erase it.")
-
-Url = Annotated[
-    str,
-    Parameter(
-        name="--url",
-        env_var="DUPLEX_LEDGER_URL",
-        help="Redis or Valkey: redis://, rediss:// or unix://",
-    ),
-]
+app = App(name="ledger", help="Look at a session's ledger, check it, carry it, erase it.")
+app.command(carrying.archive)
+app.command(carrying.import_archive, name="import")
+app.command(sweeping.sweep)
 
 
 @app.command
@@ -42,7 +42,7 @@ def show(session: str, *, url: Url, last: int = 20) -> int:
     last
         How many units to list.
     """
-    return _guarded(lambda: _with_loaded(url, session, lambda loaded: _show(loaded, last)))
+    return guarded(lambda: _with_loaded(url, session, lambda loaded: _show(loaded, last)))
 
 
 @app.command
@@ -61,13 +61,21 @@ def verify(session: str | None = None, *, url: Url | None = None, file: Path | N
     if session is None or url is None:
         print("name a session and --url, or a --file", file=sys.stderr)
         return 2
-    return _guarded(lambda: _with_loaded(url, session, _verified))
+    return guarded(lambda: _with_loaded(url, session, _verified))
 
 
 @app.command
-def erase(session: str, *, url: Url, yes: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Erase everything of a session. Its id is refused for some days; what a server's append-only
-    file and its backups hold is rewritten or runs out by their own rules.
+def erase(
+    session: str,
+    *,
+    url: Url,
+    yes: Annotated[bool, Parameter(negative="")] = False,
+    patience_s: float = 60.0,
+    durability: Durability = Durability.MEMORY,
+) -> int:
+    """Erase everything of a session. Its id is refused for a week; what a server's append-only
+    file and its backups hold is rewritten or runs out by their own rules. While the server is away
+    it is tried again; ended on the way, it may be called again.
 
     Parameters
     ----------
@@ -75,11 +83,15 @@ def erase(session: str, *, url: Url, yes: Annotated[bool, Parameter(negative="")
         The session's id.
     yes
         Really do it.
+    patience_s
+        How long to wait for a server that is away.
+    durability
+        With `replicated`, a replica has confirmed the erasure, too.
     """
     if not yes:
         print("nothing erased: say --yes", file=sys.stderr)
         return 2
-    return _guarded(lambda: _erase(url, session))
+    return guarded(lambda: _erase(url, session, patience_s, durability))
 
 
 @app.command
@@ -93,7 +105,7 @@ def export(session: str, *, url: Url, output: Path | None = None) -> int:
     output
         The file to write; standard output when left out.
     """
-    return _guarded(lambda: _with_loaded(url, session, lambda loaded: _export(loaded, output)))
+    return guarded(lambda: _with_loaded(url, session, lambda loaded: _export(loaded, output)))
 
 
 async def _with_loaded(url: str, session: str, use: Callable[[LoadedSession], int]) -> int:
@@ -102,22 +114,6 @@ async def _with_loaded(url: str, session: str, use: Callable[[LoadedSession], in
         return use(await reader.load(session))
     finally:
         await reader.close()
-
-
-def _guarded(work: Callable[[], Awaitable[int]]) -> int:
-    """Exit codes: 0 fine, 1 the ledger is corrupt, 2 it cannot be read or there is no such one."""
-
-    async def run() -> int:
-        return await work()
-
-    try:
-        return asyncio.run(run())
-    except LedgerCorrupt as error:
-        print(f"corrupt: {error}", file=sys.stderr)
-        return 1
-    except (LedgerError, ValueError, OSError) as error:
-        print(str(error), file=sys.stderr)
-        return 2
 
 
 def _show(loaded: LoadedSession, last: int) -> int:
@@ -141,14 +137,26 @@ def _show(loaded: LoadedSession, last: int) -> int:
     return 0
 
 
-async def _erase(url: str, session: str) -> int:
-    ledger = await Ledger.connect(url)
-    try:
-        keys = await ledger.erase(session)
-    finally:
-        await ledger.close()
-    print(f"erased {keys} keys of session {session}")
-    return 0
+async def _erase(url: str, session: str, patience_s: float, durability: Durability) -> int:
+    session_keys(session)  # a wrong name is told before any waiting
+    options = LedgerOptions(durability=durability)
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            ledger = await Ledger.connect(url, options)
+            try:
+                keys = await ledger.erase(session)
+            finally:
+                await ledger.close()
+        except LedgerUnavailable as error:
+            if time.monotonic() > until:
+                text = f"session {session} may be there still, erase it again: {error.reason}"
+                print(text, file=sys.stderr)
+                return 2
+            await asyncio.sleep(RETRY_EVERY_S)
+        else:
+            print(f"erased {keys} keys of session {session}")
+            return 0
 
 
 def _row(unit: Committed) -> tuple[str, ...]:

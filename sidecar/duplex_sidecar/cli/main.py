@@ -12,6 +12,7 @@ app.command("duplex_sidecar.cli.doctor:doctor", name="doctor")
 app.command("duplex_sidecar.cli.checkpoint:app", name="checkpoint")
 app.command("duplex_sidecar.cli.contract:app", name="contract")
 app.command("duplex_sidecar.cli.ledger:app", name="ledger")
+app.command("duplex_sidecar.cli.history:app", name="history")
 
 
 def main() -> None:

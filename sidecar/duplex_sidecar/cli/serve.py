@@ -6,19 +6,18 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
 import msgspec
-import uvicorn
 
-from duplex_sidecar.app import create_app
+from duplex_sidecar.app import create_apps
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
-from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
-from duplex_sidecar.doors.websocket import DoorWebSocket
+from duplex_sidecar.cli.serving import Serving
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
-from duplex_sidecar.settings import SidecarSettings
+from duplex_sidecar.settings import SidecarSettings, settings_from_environment
 from duplex_sidecar.stages.engine.settings import Device
 from duplex_sidecar.stages.supervisor import StageStartError
 from duplex_sidecar.telemetry.logs import configure_logs
@@ -29,7 +28,6 @@ EXIT_PORT_TAKEN = 4
 EXIT_LEDGER = 5
 EXIT_START = 6
 """A stage does not start, or the ledger is of a wrong kind."""
-GRACEFUL_SHUTDOWN_S = 10
 
 
 def serve(
@@ -43,6 +41,7 @@ def serve(
     slots: int = 4,
     otlp_endpoint: str | None = None,
     contract_tape: Path | None = None,
+    from_environment: bool = False,
 ) -> int:
     """Serve sessions on one machine. Prints the address and where the admin token lies.
 
@@ -66,9 +65,13 @@ def serve(
         Base URL of an OTLP/HTTP collector.
     contract_tape
         Folder for tapes of all sessions, for `duplex contract record`. They hold content.
+    from_environment
+        All settings come from variables `DUPLEX_<SETTING>`; no other option is looked at.
     """
     try:
-        if config is not None:
+        if from_environment:
+            settings = settings_from_environment(os.environ, _environment_defaults())
+        elif config is not None:
             settings = msgspec.json.decode(config.read_bytes(), type=SidecarSettings)
         else:
             settings = _settings(
@@ -84,44 +87,36 @@ def serve(
 def run_sidecar(settings: SidecarSettings) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status."""
     configure_logs(settings.replica, "sidecar")
-    # The server takes these over, and raises them again when it has ended in good order.
+    # `Serving` takes these over when its loop runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    try:
-        listener = _listen(settings.host, settings.port)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return _complain(
-            EXIT_PORT_TAKEN, f"cannot listen on {settings.host}:{settings.port}: {reason}"
-        )
     failures: list[BaseException] = []
+    with ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        for port in (settings.port, settings.admin_port):
+            if port == 0 and listeners:
+                continue
+            try:
+                listeners.append(stack.enter_context(_listen(settings.host, port)))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                return _complain(
+                    EXIT_PORT_TAKEN, f"cannot listen on {settings.host}:{port}: {reason}"
+                )
 
-    def give_up(error: BaseException) -> None:
-        failures.append(error)
-        server.should_exit = True
+        def give_up(error: BaseException) -> None:
+            failures.append(error)
+            serving.give_up()
 
-    with listener:
         try:
-            app = create_app(settings, give_up)
+            serving = Serving(settings, create_apps(settings, give_up), listeners)
         except CheckpointError as error:
             return _complain(
                 EXIT_CHECKPOINT, f"{error}\nmake one with: duplex checkpoint make PATH"
             )
-        except OSError as error:
-            return _complain(EXIT_USAGE, f"runtime folder: {error}")
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                ws=DoorWebSocket,
-                ws_max_size=MAX_MESSAGE_BYTES + 1024,
-                ws_per_message_deflate=False,
-                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-            )
-        )
-        server.run(sockets=[listener])
+        except (OSError, ValueError) as error:
+            return _complain(EXIT_USAGE, f"runtime folder or admin token: {error}")
+        serving.run()
     return _complain(EXIT_START, _start_failure(failures[0])) if failures else 0
 
 
@@ -164,6 +159,14 @@ def _settings(
         otlp_endpoint=otlp_endpoint,
         contract_tape_dir="" if contract_tape is None else str(contract_tape.absolute()),
     )
+
+
+def _environment_defaults() -> dict[str, str]:
+    own_folder = "" if os.environ.get("DUPLEX_RUNTIME_DIR") else tempfile.mkdtemp(prefix="duplex-")
+    return {
+        "runtime_dir": own_folder,
+        "cache_dir": str(default_cache_dir().absolute()),
+    }
 
 
 def _listen(host: str, port: int) -> socket.socket:

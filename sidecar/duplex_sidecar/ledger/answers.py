@@ -10,6 +10,7 @@ from duplex_sidecar.ledger.errors import (
     LeaseSettling,
     LedgerError,
     LedgerFull,
+    ServerFull,
     SessionEnded,
     SessionErased,
     SessionExists,
@@ -33,6 +34,8 @@ def judge(session: str, reply: Reply) -> Reply:
             raise JournalMismatch(session, reason, int(last))
         case b"full", [size]:
             raise LedgerFull(session, f"would hold {size} bytes, over the session's limit")
+        case b"crowded", [percent]:
+            raise ServerFull(session, f"server holds {percent} % of its memory, no new sessions")
         case b"held", [replica, remaining_ms]:
             raise LeaseHeld(session, replica, int(remaining_ms))
         case b"settling", [wait_ms]:

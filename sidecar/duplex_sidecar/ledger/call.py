@@ -13,10 +13,12 @@ class ScriptName(StrEnum):
     ACQUIRE = "acquire"
     RENEW = "renew"
     RELEASE = "release"
+    PARK = "park"
     BREAK = "break"
     ACCEPT = "accept"
     COMMIT = "commit"
     NOTE = "note"
+    RESPEAK = "respeak"
     JOURNAL = "journal"
     TOKEN = "token"
     ERASE = "erase"
@@ -38,10 +40,12 @@ class Head(msgspec.Struct, frozen=True):
 class PendingCall:
     """`keys[0]` is the session's meta key. `arguments` hold the operation id: the same call sent
     again returns the first answer and changes nothing. then: the chain's head once it is executed,
-    None for calls that do not touch the chain."""
+    None for calls that do not touch the chain. events: first and last sequence that a call puts
+    into the journal (last < first: only state)."""
 
     session: str
     script: ScriptName
     keys: tuple[str, ...]
     arguments: tuple[Argument, ...]
     then: Head | None = None
+    events: tuple[int, int] | None = None

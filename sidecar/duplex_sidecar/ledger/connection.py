@@ -2,7 +2,8 @@
 
 redis-py retries ten times by default; with scripts that hides an unknown outcome. Here a script is
 sent at most twice, the second time only when the first outcome is unknown, with the same operation
-id, and what is still unknown then goes to the caller as `LedgerUnavailable.pending`.
+id, and what is still unknown then goes to the caller as `LedgerUnavailable.pending`. What each
+error of the server means stands in `ledger.failures`.
 """
 
 import asyncio
@@ -10,105 +11,69 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError, RedisError, ResponseError, WatchError
 
 from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
-from duplex_sidecar.ledger.errors import (
-    LedgerCorrupt,
-    LedgerError,
-    LedgerFull,
-    LedgerUnavailable,
-    LedgerUnsuitable,
+from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable, LedgerUnsuitable
+from duplex_sidecar.ledger.failures import Action, action_of, refusal, words_of
+from duplex_sidecar.ledger.pools import make_pool
+from duplex_sidecar.ledger.server import (
+    CONFIG_NAMES,
+    NEEDED_REPLICAS,
+    Durability,
+    Info,
+    check_durability,
+    check_server,
 )
 
 Reply = list[bytes]
 Command = tuple[Argument, ...]
 
-_NO_OUTCOME = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)
-"""After these a command may or may not have been executed."""
-
-_PASSING_REFUSALS = (
-    "BUSY",
-    "CLUSTERDOWN",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "READONLY",
-    "TRYAGAIN",
-)
-"""The server did not execute the command and may do so later."""
+_ERRORS = (RedisError, TimeoutError, OSError)
 
 
-def refusal(session: str, error: Exception) -> LedgerError:
-    """What a server's error means. The text never holds arguments, only the server's words."""
-    words = str(error)
-    if isinstance(error, (AuthenticationError, NoPermissionError)):
-        return LedgerUnsuitable(session, f"server refuses this user: {words}")
-    if isinstance(error, OutOfMemoryError) or words.startswith("OOM"):
-        return LedgerFull(session, "server has reached its memory limit")
-    if words.startswith("WRONGTYPE"):
-        return LedgerCorrupt(session, "key", "has a foreign type")
-    passing = isinstance(error, BusyLoadingError) or words.startswith(_PASSING_REFUSALS)
-    passing = passing or type(error).__name__ in _PASSING_ERRORS
-    if passing:
-        return LedgerUnavailable(session, f"server refuses for now: {words}")
-    return LedgerError(session, f"server error: {words}")
-
-
-_PASSING_ERRORS = (
-    "ClusterDownError",
-    "MasterDownError",
-    "ReadOnlyError",
-    "TryAgainError",
-)
-"""redis-py cuts the code off the text of these."""
+class _NotReplicated(TimeoutError):
+    """The primary has executed the call, too few replicas have confirmed it in time."""
 
 
 class Connection:
     """A pool of connections to one server, shared by all sessions of a process."""
 
-    def __init__(self, redis: Redis, call_timeout_ms: int, load_timeout_ms: int) -> None:
-        self._redis = redis
+    def __init__(
+        self,
+        pool: BlockingConnectionPool,
+        call_timeout_ms: int,
+        load_timeout_ms: int,
+        durability: Durability = Durability.MEMORY,
+    ) -> None:
+        self._pool = pool
+        self._redis = Redis(connection_pool=pool)
         self._call_timeout_s = call_timeout_ms / 1000
         self._load_timeout_s = load_timeout_ms / 1000
+        self._wait = b""
+        if durability is Durability.REPLICATED:
+            self._wait = pack(("WAIT", NEEDED_REPLICAS, call_timeout_ms // 2))
 
     @classmethod
     async def connect(
-        cls, url: str, *, call_timeout_ms: int, load_timeout_ms: int, connections: int
+        cls,
+        url: str,
+        *,
+        call_timeout_ms: int,
+        load_timeout_ms: int,
+        connections: int,
+        durability: Durability = Durability.MEMORY,
     ) -> "Connection":
-        """Raises `LedgerUnavailable` (unreachable) or `LedgerUnsuitable` (wrong kind of server).
-        url: redis://, rediss:// or unix://, with user and password if any."""
+        """Raises `LedgerUnavailable` (unreachable) or `LedgerUnsuitable` (wrong kind of server, or
+        one that cannot promise `durability`). url: as in `ledger.address`."""
         try:
-            pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=connections,
-                timeout=call_timeout_ms / 1000,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=call_timeout_ms / 1000,
-                protocol=2,
-                client_name="duplex",
-                driver_info=None,
-            )
+            pool = make_pool(url, connections=connections, timeout_s=call_timeout_ms / 1000)
         except ValueError as error:
             raise LedgerUnsuitable("", f"not a ledger address: {error}") from error
-        connection = cls(Redis(connection_pool=pool), call_timeout_ms, load_timeout_ms)
+        connection = cls(pool, call_timeout_ms, load_timeout_ms, durability)
         try:
-            await connection._check_server()
+            await connection._check_server(durability)
             await connection.load_scripts()
         except BaseException:
             await connection.close()
@@ -122,10 +87,25 @@ class Connection:
         for name in ScriptName:
             await self.read("", ("SCRIPT", "LOAD", scripts.source(name)))
 
-    async def _check_server(self) -> None:
-        server = cast("dict[str, Any]", await self.read("", ("INFO", "server")))
-        memory = cast("dict[str, Any]", await self.read("", ("INFO", "memory")))
+    async def _check_server(self, durability: Durability) -> None:
+        server, memory, replication = [
+            cast(Info, await self.read("", ("INFO", section)))
+            for section in ("server", "memory", "replication")
+        ]
         check_server(server, memory)
+        if durability is not Durability.MEMORY:
+            check_durability(durability, replication, await self._config())
+
+    async def _config(self) -> dict[str, str] | None:
+        """None where the server does not tell its settings."""
+        try:
+            answer = cast(list[bytes], await self.read("", ("CONFIG", "GET", *CONFIG_NAMES)))
+        except LedgerUnavailable:
+            raise
+        except LedgerError:
+            return None
+        words = [word.decode(errors="replace") for word in answer]
+        return dict(zip(words[::2], words[1::2], strict=True))
 
     # --- scripts --------------------------------------------------------------------------------
 
@@ -134,16 +114,15 @@ class Connection:
         for attempt in (1, 2):
             try:
                 return await self._evalsha(call)
-            except BusyLoadingError as error:
-                raise refusal(call.session, error) from error
-            except AuthenticationError as error:
-                raise refusal(call.session, error) from error
-            except _NO_OUTCOME as error:
+            except _ERRORS as error:
+                action = action_of(error)
+                if action is Action.FIND_PRIMARY:
+                    await self._pool.disconnect(inuse_connections=False)
+                if action is not Action.RESOLVE:
+                    raise refusal(call.session, error, call.keys[0]) from error
                 if attempt == 2:
-                    reason = f"no answer to {call.script}: {_words(error)}"
+                    reason = f"no answer to {call.script}: {words_of(error)}"
                     raise LedgerUnavailable(call.session, reason, pending=call) from error
-            except RedisError as error:
-                raise refusal(call.session, error) from error
         raise AssertionError("unreachable")
 
     async def _evalsha(self, call: PendingCall) -> Reply:
@@ -158,26 +137,46 @@ class Connection:
         )
         async with asyncio.timeout(self._call_timeout_s):
             try:
-                return cast(Reply, await self._send(command))
+                return await self._confirmed(command)
             except NoScriptError:
                 # A restarted server forgets scripts. Nothing was executed.
                 await self._send(pack(("SCRIPT", "LOAD", scripts.source(call.script))))
-                return cast(Reply, await self._send(command))
+                return await self._confirmed(command)
 
-    async def _send(self, packed: bytes) -> Any:
-        """One packed command over a connection of the pool. The client's own way through retries
-        and hooks that are off here costs more processor time than the call itself.
+    async def _confirmed(self, command: bytes) -> Reply:
+        """The answer to a script; with durability `replicated` once enough replicas have it. `WAIT`
+        goes over the script's own connection: on any other it would speak of other writes. A repeat
+        that changes nothing waits for everything before it, so for the first execution too."""
+        if not self._wait:
+            return cast(Reply, (await self._send(command))[0])
+        answer, replicas = await self._send(command + self._wait, 2)
+        if int(cast(int, replicas)) < NEEDED_REPLICAS:
+            raise _NotReplicated(f"{replicas} of {NEEDED_REPLICAS} replicas have confirmed it")
+        return cast(Reply, answer)
+
+    async def _send(self, packed: bytes, answers: int = 1) -> list[Any]:
+        """Packed commands over a connection of the pool. The client's own way through retries and
+        hooks that are off here costs more processor time than the call itself.
 
         Whatever goes wrong between sending and the answer, a cancellation too, closes the
-        connection: an answer that comes late is never taken for the next command's.
+        connection: an answer that comes late is never taken for the next command's. Raises the
+        first error that the server answers, once all answers are there.
         """
-        pool = self._redis.connection_pool
-        connection = await pool.get_connection()
+        connection = await self._pool.get_connection()
         try:
             await connection.send_packed_command(packed)
-            return await connection.read_response()
+            found: list[Any] = []
+            for _ in range(answers):
+                try:
+                    found.append(await connection.read_response())
+                except ResponseError as error:
+                    found.append(error)
         finally:
-            await pool.release(connection)
+            await self._pool.release(connection)
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise answer
+        return found
 
     # --- reads ----------------------------------------------------------------------------------
 
@@ -193,6 +192,29 @@ class Connection:
         """Commands in one round trip, not a snapshot."""
         return await self._read(session, commands, transaction=False)
 
+    async def create_keys(
+        self, meta_key: str, commands: Sequence[Command], timeout_s: float
+    ) -> bool:
+        """All commands at once, unless `meta_key` is there already: then none, and False. For
+        tools; what is unknown after `LedgerUnavailable` shows in the key."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._redis.pipeline(transaction=True) as pipeline,
+            ):
+                await pipeline.watch(meta_key)
+                if await pipeline.exists(meta_key):
+                    return False
+                pipeline.multi()
+                for command in commands:
+                    pipeline.execute_command(*command)
+                await pipeline.execute()
+        except WatchError:
+            return False
+        except _ERRORS as error:
+            raise refusal("", error, meta_key) from error
+        return True
+
     async def _read(
         self, session: str, commands: Sequence[Command], *, transaction: bool
     ) -> list[Any]:
@@ -203,14 +225,12 @@ class Connection:
                     for command in commands:
                         pipeline.execute_command(*command)
                     answers = await pipeline.execute(raise_on_error=False)
-            except (BusyLoadingError, AuthenticationError) as error:
-                raise refusal(session, error) from error
-            except _NO_OUTCOME as error:
+            except _ERRORS as error:
+                if action_of(error) is not Action.RESOLVE:
+                    raise refusal(session, error) from error
                 if attempt == 2:
-                    reason = f"cannot be read: {_words(error)}"
+                    reason = f"cannot be read: {words_of(error)}"
                     raise LedgerUnavailable(session, reason) from error
-            except RedisError as error:
-                raise refusal(session, error) from error
             else:
                 return [_checked(session, *pair) for pair in zip(commands, answers, strict=True)]
         raise AssertionError("unreachable")
@@ -226,30 +246,6 @@ def pack(words: Command) -> bytes:
 
 
 def _checked(session: str, command: Command, answer: Any) -> Any:
-    if not isinstance(answer, Exception):
-        return answer
-    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
-        raise LedgerCorrupt(session, f"key {command[1]!s}", "has a foreign type")
-    raise refusal(session, answer)
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
-    """Redis >= 7.2 or Valkey >= 8, and never one that evicts: all keys of a ledger carry an expiry,
-    so any eviction policy would eat them. Raises `LedgerUnsuitable`."""
-    valkey = server.get("valkey_version")
-    name = "Valkey" if valkey else "Redis"
-    version = str(valkey or server.get("redis_version", "0"))
-    needed = (8, 0) if valkey else (7, 2)
-    parts = version.split(".")
-    found = tuple(int(part) if part.isdigit() else 0 for part in (*parts, "0", "0")[:2])
-    if found < needed:
-        text = f"{name} {version} is too old: Redis >= 7.2 or Valkey >= 8 is needed"
-        raise LedgerUnsuitable("", text)
-    policy = str(memory.get("maxmemory_policy", "noeviction"))
-    if policy != "noeviction":
-        text = f"{name} has maxmemory-policy {policy}; a ledger needs noeviction"
-        raise LedgerUnsuitable("", text)
+    if isinstance(answer, Exception):
+        raise refusal(session, answer, str(command[1]))
+    return answer

@@ -1,12 +1,15 @@
 """Erasure: a tombstone first and everything else gone in the same script.
 
-The server unlinks large values and frees them in the background, so one script is enough. What an
-append-only file and backups of it still hold is up to their rewriting and retention.
+The server unlinks large values and frees them in the background, so one script is enough; replicas
+get the same script. It may be repeated at any point: the tombstone refuses writers and a new
+session of that id meanwhile. What an append-only file and backups of it still hold is up to their
+rewriting and retention.
 """
 
 from duplex_sidecar.ledger.answers import judge
 from duplex_sidecar.ledger.call import PendingCall, ScriptName
 from duplex_sidecar.ledger.connection import Connection
+from duplex_sidecar.ledger.errors import LedgerUnavailable
 from duplex_sidecar.ledger.keys import session_keys
 
 TOMBSTONE_MS = 7 * 24 * 3600 * 1000
@@ -17,6 +20,11 @@ async def erase_session(
     connection: Connection, session: str, tombstone_ms: int = TOMBSTONE_MS
 ) -> int:
     """Whoever holds the lease. Returns the number of keys dropped; 0 when there was nothing or the
-    session was erased before. May be repeated. Raises `LedgerUnavailable`."""
-    call = PendingCall(session, ScriptName.ERASE, session_keys(session).all(), (tombstone_ms,))
-    return int(judge(session, await connection.call(call))[1])
+    session was erased before. Looks afterwards whether anything is left. May be repeated, and has
+    to be after `LedgerUnavailable`."""
+    keys = session_keys(session).all()
+    call = PendingCall(session, ScriptName.ERASE, keys, (tombstone_ms,))
+    dropped = int(judge(session, await connection.call(call))[1])
+    if await connection.read(session, ("EXISTS", *keys[1:])):
+        raise LedgerUnavailable(session, "something of it was there again after its erasure")
+    return dropped

@@ -26,11 +26,17 @@ class LedgerUnavailable(LedgerError):
 
 
 class LedgerUnsuitable(LedgerError):
-    """The server can never serve as a ledger: too old, or set to evict keys."""
+    """The server can never serve as a ledger: too old, set to evict keys, or not as durable as the
+    installation is told to be."""
 
 
 class LedgerFull(LedgerError):
     """The session's byte limit or the server's memory limit is reached. Nothing was written."""
+
+
+class ServerFull(LedgerFull):
+    """It is the server's memory limit, which passes; leases are renewed all the same. An owner
+    waits as for a server that is away, a new session is refused."""
 
 
 class LeaseLost(LedgerError):
@@ -66,6 +72,11 @@ class HeadMismatch(LedgerError):
     def __init__(self, session: str, seen: Head) -> None:
         super().__init__(session, f"head is entry {seen.index} ({seen.hash[:12]})")
         self.seen = seen
+
+
+class LedgerRegressed(LedgerError):
+    """The ledger lost acknowledged writes of this owner, more than it can append again. What is
+    left is whole: whoever takes the session up goes on from there and tells the client."""
 
 
 class JournalMismatch(LedgerError):

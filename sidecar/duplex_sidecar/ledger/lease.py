@@ -23,7 +23,8 @@ MARGIN_MS = 500
 class Lease(msgspec.Struct, frozen=True):
     """fence: grows with each acquisition. nonce: random per acquisition. era: the server's
     replication id then. deadline_ms: local CLOCK_BOOTTIME until which the owner may let audio out.
-    replica: the owner's name, one per process start (for example pod uid + boot nonce)."""
+    replica: the owner's name, one per process start (for example pod uid + boot nonce). woken: the
+    session was parked until this acquisition."""
 
     session: str
     replica: str
@@ -31,6 +32,7 @@ class Lease(msgspec.Struct, frozen=True):
     nonce: str
     era: str
     deadline_ms: int
+    woken: bool = False
 
 
 class LeaseState(StrEnum):

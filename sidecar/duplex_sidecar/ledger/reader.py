@@ -69,7 +69,12 @@ class LedgerReader:
 
     async def exists(self, session: str) -> bool:
         """Whether the ledger holds the session; a tombstone is not a session."""
-        return await self.phase(session) in (Phase.OPEN, Phase.ENDED)
+        return await self.phase(session) in (Phase.OPEN, Phase.PARKED, Phase.ENDED)
+
+    async def server_time_ms(self) -> int:
+        """The clock that leases are measured with."""
+        seconds, micros = cast("tuple[int, int]", await self._connection.read("", ("TIME",)))
+        return int(seconds) * 1000 + int(micros) // 1000
 
     async def sessions(self) -> AsyncIterator[str]:
         """Ids of all sessions, tombstones too, in no order."""

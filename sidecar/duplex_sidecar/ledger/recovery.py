@@ -2,26 +2,21 @@
 
 Nothing was in flight (`CLEAN`), a unit was accepted but not answered (`REDO_ACCEPTED`: run it again
 with its seed), or an answer was committed but not all of its audio was journaled
-(`RESPEAK_COMMITTED`: run it again with its tokens forced and speak it from the journaled sample
-on). The last two can come together: first speak, then redo.
+(`RESPEAK_COMMITTED`: run it again with its tokens forced and speak it; a unit's sound is journaled
+whole or not at all). The last two can come together: first speak, then redo. How a turn's new epoch
+is caught up follows from the marks and the speech beside them (`session.catching_up`).
 """
 
 from enum import StrEnum
 
 import msgspec
 
-from duplex_sidecar.ledger.journal import VoiceMark
 from duplex_sidecar.ledger.records import Accepted, Committed
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 
-MAX_ATTEMPTS = 3
-"""A unit is submitted once and redone at most twice."""
-
-FULL_CATCH_UP_CHUNKS = 8
-"""Up to so many chunks of the turn, the new epoch is fed all of them, muted."""
-
-SHORT_CATCH_UP_CHUNKS = 2
-"""Beyond that it starts so many chunks back (an approximation: a vocoder's memory is short)."""
+MAX_ATTEMPTS = 2
+"""A unit is submitted once and redone once, a committed one run again twice for its sound: what
+ends an engine each time costs two engines in the whole pool, and then its own session."""
 
 
 class ResumeKind(StrEnum):
@@ -38,42 +33,20 @@ class Redo(msgspec.Struct, frozen=True):
 
 
 class Respeak(msgspec.Struct, frozen=True):
-    """Run `unit` again with its tokens forced.
-
-    sounded: marks of its chunks that are in the journal already. Their codes stand; what is made
-    again of them is muted.
-    """
+    """Run `unit` again with its tokens forced: nothing of it sounded."""
 
     unit: Committed
     accepted: Accepted
-    sounded: tuple[VoiceMark, ...]
-
-
-class CatchUp(msgspec.Struct, frozen=True):
-    """What to feed the new stage-2 epoch before it may sound.
-
-    marks: chunks of the present turn, oldest first, fed muted from chunk 0 of `epoch`.
-    exact: the marks reach back to the turn's first code. muted_to_samples: 24 kHz samples of the
-    turn that the client has been sent.
-    """
-
-    epoch: int
-    turn: int
-    marks: tuple[VoiceMark, ...]
-    exact: bool
-    muted_to_samples: int
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Go on. epoch: larger than any used before. next_event_seq: the journal's next number.
-    catch_up is None when no turn is being spoken."""
+    """Go on. epoch: larger than any used before. next_event_seq: the journal's next number."""
 
     kind: ResumeKind
     epoch: int
     next_event_seq: int
     respeak: tuple[Respeak, ...]
     redo: Redo | None
-    catch_up: CatchUp | None
 
 
 class RefusalCode(StrEnum):
@@ -106,19 +79,14 @@ def decide(loaded: LoadedSession, *, checkpoint: str, acknowledged_seq: int = 0)
     missing = [seq for seq in silent if seq not in units or seq not in inputs]
     if missing:
         return Refuse(RefusalCode.TRIMMED_TOO_FAR, f"unit {missing[0]} is not kept")
-    respeak = tuple(
-        Respeak(units[seq], inputs[seq], tuple(m for m in loaded.marks if m.unit == seq))
-        for seq in silent
-    )
+    respeak = tuple(Respeak(units[seq], inputs[seq]) for seq in silent)
     opened = loaded.open_unit
-    epoch = next_epoch(loaded)
     return Resume(
         kind=_kind(bool(respeak), opened is not None),
-        epoch=epoch,
+        epoch=next_epoch(loaded),
         next_event_seq=loaded.meta.events_last + 1,
         respeak=respeak,
         redo=None if opened is None else Redo(opened, loaded.attempts + 1),
-        catch_up=_catch_up(loaded, epoch, respeak),
     )
 
 
@@ -150,20 +118,3 @@ def _kind(respeaks: bool, redoes: bool) -> ResumeKind:
     if respeaks:
         return ResumeKind.RESPEAK_COMMITTED
     return ResumeKind.REDO_ACCEPTED if redoes else ResumeKind.CLEAN
-
-
-def _catch_up(loaded: LoadedSession, epoch: int, respeak: tuple[Respeak, ...]) -> CatchUp | None:
-    """The turn that sounded last, if it goes on: its end is not committed, or not yet spoken."""
-    turn = loaded.meta.voice_turn
-    if turn is None or not loaded.marks:
-        return None
-    last = loaded.committed[-1]
-    ended = any(unit.turn == turn and unit.turn_end for unit in loaded.committed)
-    goes_on = last.turn == turn and not ended
-    if not goes_on and not any(one.unit.turn == turn for one in respeak):
-        return None
-    marks = loaded.marks
-    if len(marks) > FULL_CATCH_UP_CHUNKS or marks[0].code_offset > 0:
-        marks = marks[-SHORT_CATCH_UP_CHUNKS:]
-    exact = marks[0].code_offset == 0
-    return CatchUp(epoch, turn, marks, exact, loaded.meta.voice_samples)

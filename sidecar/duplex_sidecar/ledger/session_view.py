@@ -21,6 +21,8 @@ from duplex_sidecar.ledger.records import (
 
 class Phase(StrEnum):
     OPEN = "open"
+    PARKED = "parked"
+    """Nobody runs it and nothing of it is unfinished; acquiring its lease wakes it."""
     ENDED = "ended"
     ERASED = "erased"
     """A tombstone: the session was erased and its id is refused for some days."""
@@ -28,6 +30,8 @@ class Phase(StrEnum):
 
 class SessionMeta(msgspec.Struct, frozen=True, kw_only=True):
     """The session's meta hash. lease_until_ms: server's clock, 0 when nobody holds the lease.
+    touched_ms: server's clock, within a minute of an owner's last renewal.
+    address: host:port of the owner's door, "" when there is none or it said none.
 
     window_floor, pcm_floor: first unit whose rows and frames (PCM) are kept. records_first: index
     of the first entry kept after the opening. voiced_seq: last unit of which nothing is left to
@@ -39,7 +43,9 @@ class SessionMeta(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     nonce: str
     replica: str
+    address: str
     lease_until_ms: int
+    touched_ms: int
     head: Head
     opening_hash: str
     floor_hash: str
@@ -129,7 +135,9 @@ def parse_meta(session: str, stored: Mapping[bytes, bytes]) -> SessionMeta:
             fence=int(fields["fence"]),
             nonce=fields["nonce"],
             replica=fields["replica"],
+            address=fields.get("address", ""),
             lease_until_ms=int(fields["until"]),
+            touched_ms=int(fields.get("touched", "0")),
             head=Head(
                 index=int(fields["index"]),
                 hash=fields["head"],

@@ -11,8 +11,9 @@ import time
 import msgspec
 
 from duplex_sidecar.ledger import records
-from duplex_sidecar.ledger.answers import judge
+from duplex_sidecar.ledger.archive import Archive
 from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
+from duplex_sidecar.ledger.carry import archive_session, import_session
 from duplex_sidecar.ledger.connection import Connection, Reply
 from duplex_sidecar.ledger.erase import erase_session
 from duplex_sidecar.ledger.journal import (
@@ -25,7 +26,9 @@ from duplex_sidecar.ledger.journal import (
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
 from duplex_sidecar.ledger.media import Trim, UnitMedia, pack_blobs
+from duplex_sidecar.ledger.owners import OwnersCalls
 from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 
 MAX_RECORD_BYTES = 256 * 1024
@@ -41,6 +44,7 @@ _PLACES: dict[type[records.NoteDraft], str] = {
 class LedgerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds. call_timeout_ms lies below the lease margin: a call that hangs cannot outlive the
     local deadline unnoticed. retention_ms: expiry of all keys, refreshed by the owner's renewals.
+    durability: what an acknowledged write survives; the server is asked whether it can.
     """
 
     call_timeout_ms: int = 400
@@ -50,26 +54,29 @@ class LedgerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_session_bytes: int = 64 * 1024 * 1024
     max_journal_bytes: int = MAX_JOURNAL_BYTES
     max_journal_age_ms: int = MAX_JOURNAL_AGE_MS
+    durability: Durability = Durability.MEMORY
 
 
 class Ledger:
     """One server, shared by all sessions of a process. All methods may raise `LedgerUnavailable`;
-    owner's methods `LeaseLost`, `SessionUnknown` and `SessionErased` too."""
+    owner's methods `LeaseLost`, `LedgerRegressed`, `SessionUnknown` and `SessionErased` too."""
 
     def __init__(self, connection: Connection, options: LedgerOptions) -> None:
         self._connection = connection
         self._options = options
         self.reader = LedgerReader(connection)
+        self._calls = OwnersCalls(connection, self.reader)
 
     @classmethod
     async def connect(cls, url: str, options: LedgerOptions | None = None) -> "Ledger":
-        """Raises `LedgerUnavailable` or `LedgerUnsuitable` (too old, or set to evict)."""
+        """Raises `LedgerUnavailable` or `LedgerUnsuitable`. url: as in `ledger.address`."""
         options = options or LedgerOptions()
         connection = await Connection.connect(
             url,
             call_timeout_ms=options.call_timeout_ms,
             load_timeout_ms=options.load_timeout_ms,
             connections=options.connections,
+            durability=options.durability,
         )
         return cls(connection, options)
 
@@ -101,8 +108,10 @@ class Ledger:
         token_sha256: str,
         state: bytes,
         reference_rows: tuple[bytes, ...] = (),
+        retention_ms: int | None = None,
     ) -> Head:
-        """Entry 0. state: the opaque snapshot before unit 1. Raises `SessionExists`,
+        """Entry 0. state: the opaque snapshot before unit 1. retention_ms: expiry of all keys,
+        refreshed by the owner's renewals; None = the options'. Raises `SessionExists`,
         `SessionErased`."""
         _check_state(state)
         opening = records.Opening(
@@ -123,13 +132,19 @@ class Ledger:
             draft.session,
             ScriptName.CREATE,
             (keys.meta, keys.entries, keys.rows, keys.state),
-            (_operation(), digest, stored, rows, state, token_sha256, self._options.retention_ms),
+            (
+                *(_operation(), digest, stored, rows, state, token_sha256),
+                self._options.retention_ms if retention_ms is None else retention_ms,
+            ),
             then,
         )
         return then
 
-    async def acquire(self, session: str, replica: str, *, fence: int | None = None) -> Lease:
-        """fence: the number an operator issued; None = the recorded one + 1.
+    async def acquire(
+        self, session: str, replica: str, *, fence: int | None = None, address: str = ""
+    ) -> Lease:
+        """fence: the number an operator issued; None = the recorded one + 1. address: host:port of
+        the owner's door, for those who look for the session. Wakes a parked session.
 
         Raises `LeaseHeld`, `LeaseSettling`, `StaleFence`, `SessionEnded`, `SessionUnknown`,
         `SessionErased`.
@@ -140,7 +155,7 @@ class Ledger:
             session,
             ScriptName.ACQUIRE,
             (session_keys(session).meta,),
-            (nonce, replica, LEASE_MS, "" if fence is None else fence),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence, address),
         )
         return Lease(
             session=session,
@@ -149,6 +164,7 @@ class Ledger:
             nonce=nonce,
             era=reply[2].decode(),
             deadline_ms=deadline_ms,
+            woken=reply[3] == b"1",
         )
 
     async def renew(self, lease: Lease) -> Lease:
@@ -171,6 +187,16 @@ class Ledger:
             (lease.fence, lease.nonce, phase, ended or ""),
         )
 
+    async def park(self, lease: Lease, head: Head, reason: str) -> None:
+        """The owner's last write: the session waits for somebody to acquire it. Only when nothing
+        is accepted and not committed. Raises `HeadMismatch` otherwise."""
+        await self._run(
+            lease.session,
+            ScriptName.PARK,
+            session_keys(lease.session).all(),
+            (lease.fence, lease.nonce, head.hash, reason),
+        )
+
     async def break_lease(self, session: str, *, replica: str) -> bool:
         """Proof of death of `replica` (a name that one process start had): its lease ends at once.
         False when it does not hold this session's lease."""
@@ -185,6 +211,14 @@ class Ledger:
     async def confirm_token(self, lease: Lease, token_sha256: str) -> None:
         """The first message under the offered token came: it becomes the current one."""
         await self._token(lease, "confirm", token_sha256)
+
+    async def archive(self, session: str) -> Archive:
+        """The whole session as it stands; see `carry.archive_session`."""
+        return await archive_session(self._connection, session)
+
+    async def import_as(self, archive: Archive, session: str) -> None:
+        """Under a new id only; see `carry.import_session`."""
+        await import_session(self._connection, archive, session, self._options.retention_ms)
 
     async def erase(self, session: str) -> int:
         """Leave a tombstone and drop everything else; see `erase.erase_session`."""
@@ -301,6 +335,13 @@ class Ledger:
         )
         return then
 
+    async def count_respeak(self, lease: Lease, seq: int, operation: str) -> int:
+        """The committed unit is about to run again for its sound: how often it then has, this time
+        included. operation: the same on a repeat, which counts nothing."""
+        key = session_keys(lease.session).meta
+        arguments = (lease.fence, lease.nonce, operation, seq)
+        return int((await self._run(lease.session, ScriptName.RESPEAK, (key,), arguments))[1])
+
     # --- the journal ----------------------------------------------------------------------------
 
     async def journal(self, lease: Lease, batch: JournalBatch) -> int:
@@ -331,6 +372,7 @@ class Ledger:
                 *marked,
                 *batch.events,
             ),
+            events=(batch.first_seq, batch.last_seq),
         )
         return int(reply[1])
 
@@ -340,7 +382,7 @@ class Ledger:
         """Send a call again whose outcome is unknown (`LedgerUnavailable.pending`): returns when it
         is executed, now or then, exactly once; raises as the call itself would. Returns the head
         after create, accept, commit and note. (A lease is not taken this way: acquire again.)"""
-        judge(pending.session, await self._connection.call(pending))
+        await self._calls.run(pending)
         return pending.then
 
     async def _token(self, lease: Lease, action: str, token_sha256: str) -> None:
@@ -355,9 +397,9 @@ class Ledger:
         keys: tuple[str, ...],
         arguments: tuple[Argument, ...],
         then: Head | None = None,
+        events: tuple[int, int] | None = None,
     ) -> Reply:
-        call = PendingCall(session, script, keys, arguments, then)
-        return judge(session, await self._connection.call(call))
+        return await self._calls.run(PendingCall(session, script, keys, arguments, then, events))
 
     def _deadline_ms(self) -> int:
         return boottime_ms() + LEASE_MS - MARGIN_MS

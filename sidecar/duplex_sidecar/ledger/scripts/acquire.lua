@@ -1,7 +1,9 @@
 #!lua flags=allow-oom
--- Takes the lease: a larger fence, the caller's nonce. The nonce is the operation id.
+-- Takes the lease: a larger fence, the caller's nonce. The nonce is the operation id. Wakes a parked
+-- session. A fence that was issued to this very replica is its own still: a second call under it
+-- (the first one's caller gave up) gets the same fence with the new nonce.
 -- KEYS meta
--- ARGV nonce replica lease_ms fence ("" = recorded + 1)
+-- ARGV nonce replica lease_ms fence ("" = recorded + 1) address
 local meta = read_meta()
 local refusal = refuse_without_session(meta)
 if refusal then
@@ -11,11 +13,16 @@ if meta.phase == 'ended' then
   return { 'ended', meta.reason }
 end
 if meta.nonce == ARGV[1] then
-  return { 'ok', meta.fence, meta.era, meta.index, meta.head, meta.committed, meta.open }
+  return { 'ok', meta.fence, meta.era, redis.call('HGET', KEYS[1], 'woken') or '0' }
 end
 local now, era, fence = now_ms(), server_era(), tonumber(meta.fence)
 local left = tonumber(meta['until']) - now
-if meta.nonce ~= '' and left > 0 then
+local again = meta.nonce ~= '' and meta.replica == ARGV[2] and meta.fence == ARGV[4]
+  and meta.era == era
+if ARGV[4] ~= '' and tonumber(ARGV[4]) <= fence and not again then
+  return { 'stale', meta.fence }
+end
+if meta.nonce ~= '' and left > 0 and not again then
   return { 'held', meta.replica, text(left) }
 end
 local step = 1
@@ -32,13 +39,10 @@ if meta.era ~= era and fence > 0 then
   end
   step = 1000000
 end
-if ARGV[4] == '' then
-  fence = fence + step
-elseif tonumber(ARGV[4]) > fence then
-  fence = tonumber(ARGV[4])
-else
-  return { 'stale', meta.fence }
-end
-redis.call('HSET', KEYS[1], 'fence', text(fence), 'nonce', ARGV[1], 'replica', ARGV[2],
-  'until', text(now + tonumber(ARGV[3])), 'era', era)
-return { 'ok', text(fence), era, meta.index, meta.head, meta.committed, meta.open }
+-- A number that an operator issued is larger than any that a lost owner can have had.
+fence = ARGV[4] == '' and fence + step or tonumber(ARGV[4])
+local woken = meta.phase == 'parked' and '1' or '0'
+redis.call('HSET', KEYS[1], 'phase', 'open', 'reason', '', 'fence', text(fence), 'nonce', ARGV[1],
+  'replica', ARGV[2], 'address', ARGV[5], 'woken', woken, 'until', text(now + tonumber(ARGV[3])),
+  'era', era)
+return { 'ok', text(fence), era, woken }

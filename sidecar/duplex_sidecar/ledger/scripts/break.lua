@@ -11,5 +11,5 @@ end
 if meta.nonce == '' or meta.replica ~= ARGV[1] then
   return { 'ok', '0' }
 end
-redis.call('HSET', KEYS[1], 'nonce', '', 'replica', '', 'until', '0')
+redis.call('HSET', KEYS[1], 'nonce', '', 'replica', '', 'address', '', 'until', '0')
 return { 'ok', '1' }

@@ -11,6 +11,13 @@ if meta.phase then
   end
   return { 'exists' }
 end
+-- Sessions that are there need the rest: a full server refuses their units.
+local memory = redis.call('INFO', 'memory')
+local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
+local limit = tonumber(string.match(memory, 'maxmemory:(%d+)'))
+if used and limit and limit > 0 and used > limit * 0.8 then
+  return { 'crowded', text(math.floor(100 * used / limit)) }
+end
 redis.call('HSET', KEYS[2], '0', ARGV[3])
 if ARGV[4] ~= '' then
   redis.call('HSET', KEYS[3], '0', ARGV[4])

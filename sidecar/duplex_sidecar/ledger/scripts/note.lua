@@ -1,4 +1,6 @@
--- An entry beside the units. place says where it may stand: "open" (redo: the open unit is seq),
+#!lua flags=allow-oom
+-- An entry beside the units; small, and without it a session on a full server could neither count a
+-- redo nor end. place says where it may stand: "open" (redo: the open unit is seq),
 -- "between" (truncated: seq is committed, nothing is open, so that a redo keeps its state),
 -- "last" (closed: seq is the last committed unit).
 -- KEYS meta entries order state

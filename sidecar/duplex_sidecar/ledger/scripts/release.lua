@@ -11,7 +11,8 @@ local refusal = refuse_others(meta)
 if refusal then
   return refusal
 end
-redis.call('HSET', KEYS[1], 'nonce', '', 'replica', '', 'until', '0', 'released', ARGV[2])
+redis.call('HSET', KEYS[1], 'nonce', '', 'replica', '', 'address', '', 'until', '0',
+  'released', ARGV[2])
 if ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], 'phase', ARGV[3], 'reason', ARGV[4])
 end

@@ -1,0 +1,35 @@
+"""What the ledger's verbs share: where it is, and what their exit codes mean."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError
+
+Url = Annotated[
+    str,
+    Parameter(
+        name="--url",
+        env_var="DUPLEX_LEDGER_URL",
+        help="Redis or Valkey: redis://, rediss://, unix:// or redis+sentinel://host/service",
+    ),
+]
+
+
+def guarded(work: Callable[[], Awaitable[int]]) -> int:
+    """Exit codes: 0 fine, 1 the ledger is corrupt, 2 it cannot be read or there is no such one."""
+
+    async def run() -> int:
+        return await work()
+
+    try:
+        return asyncio.run(run())
+    except LedgerCorrupt as error:
+        print(f"corrupt: {error}", file=sys.stderr)
+        return 1
+    except (LedgerError, ValueError, OSError) as error:
+        print(str(error), file=sys.stderr)
+        return 2

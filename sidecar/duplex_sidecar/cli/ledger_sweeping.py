@@ -1,0 +1,64 @@
+"""`duplex ledger sweep`: ledgers without an owner."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless
+
+HOUR_MS = 3_600_000
+
+
+def sweep(
+    *,
+    url: Url,
+    idle_hours: float = 1.0,
+    keep: Path | None = None,
+    yes: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """List the ledgers that nobody has owned for a while, and erase those of sessions that do not
+    exist any more.
+
+    Parameters
+    ----------
+    idle_hours
+        For how long no owner has been seen.
+    keep
+        File with the ids of the sessions that exist, one a line; needed to erase the others.
+    yes
+        Really erase.
+    """
+    if yes and keep is None:
+        print("nothing erased: name the sessions that exist with --keep", file=sys.stderr)
+        return 2
+    existing = frozenset(keep.read_text().split()) if keep is not None else frozenset[str]()
+    return guarded(lambda: _sweep(url, int(idle_hours * HOUR_MS), existing, erase=yes))
+
+
+async def _sweep(url: str, min_idle_ms: int, existing: frozenset[str], *, erase: bool) -> int:
+    ledger = await Ledger.connect(url)
+    try:
+        found = [
+            one
+            async for one in find_ownerless(ledger.reader, min_idle_ms)
+            if one.session not in existing
+        ]
+        _show(found)
+        for one in found if erase else ():
+            print(f"erased {await ledger.erase(one.session)} keys of session {one.session}")
+    finally:
+        await ledger.close()
+    return 0
+
+
+def _show(found: list[Ownerless]) -> None:
+    table = Table("session", "phase", "idle hours", "bytes")
+    for one in found:
+        table.add_row(one.session, one.phase, f"{one.idle_ms / HOUR_MS:.1f}", f"{one.bytes:,}")
+    Console().print(table)

@@ -1,0 +1,69 @@
+"""Where the ledger is: one server by URL, or the primary that Sentinels name.
+
+    redis://user:password@host:6379/0     one server (rediss:// with TLS, unix:///path)
+    redis+sentinel://user:password@sentinel-a:26379,sentinel-b:26379/service/0
+    rediss+sentinel://...                 TLS to the servers and the Sentinels
+
+User and password are the server's; `?sentinel_username=...&sentinel_password=...` the Sentinels'.
+"""
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+_SENTINEL = {"redis+sentinel": False, "rediss+sentinel": True}
+_DEFAULT_PORT = 26_379
+
+
+@dataclass(frozen=True)
+class SentinelAddress:
+    """tls: also to the Sentinels. Names and passwords are "" where none is given."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    service: str
+    database: int
+    username: str
+    password: str
+    sentinel_username: str
+    sentinel_password: str
+    tls: bool
+
+
+def parse_address(url: str) -> str | SentinelAddress:
+    """The URL itself where it names one server. Raises ValueError, never with the URL in it: it may
+    hold a password."""
+    scheme = url.split("://", 1)[0]
+    if scheme not in _SENTINEL:
+        return url
+    parts = urlsplit(url)
+    user, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = user.partition(":")
+    path = [part for part in parts.path.split("/") if part]
+    if not path or len(path) > 2 or not hosts:
+        raise ValueError("a Sentinel address is redis+sentinel://host:port[,host:port]/service[/0]")
+    if len(path) == 2 and not path[1].isdecimal():
+        raise ValueError("the last part of a Sentinel address is a database number")
+    query = dict(parse_qsl(parts.query))
+    unknown = set(query) - {"sentinel_username", "sentinel_password"}
+    if unknown:
+        raise ValueError(f"a Sentinel address takes no {', '.join(sorted(unknown))}")
+    return SentinelAddress(
+        sentinels=tuple(_host_and_port(host) for host in hosts.split(",")),
+        service=unquote(path[0]),
+        database=int(path[1]) if len(path) == 2 else 0,
+        username=unquote(username),
+        password=unquote(password),
+        sentinel_username=query.get("sentinel_username", ""),
+        sentinel_password=query.get("sentinel_password", ""),
+        tls=_SENTINEL[scheme],
+    )
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not host:
+        host, port = text, ""
+    if port and not (port.isdecimal() and 0 < int(port) < 65_536):
+        raise ValueError("a Sentinel's port is a number from 1 to 65535")
+    if not host:
+        raise ValueError("a Sentinel without a host")
+    return host.strip("[]"), int(port) if port else _DEFAULT_PORT

@@ -1,0 +1,100 @@
+"""Runs the calls of this process's owners, and mends a ledger that lost the newest of them.
+
+See `ledger.repair` for what is sent again and why that is safe.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from duplex_sidecar.ledger.answers import judge
+from duplex_sidecar.ledger.call import PendingCall, ScriptName
+from duplex_sidecar.ledger.connection import Connection, Reply
+from duplex_sidecar.ledger.errors import (
+    HeadMismatch,
+    JournalMismatch,
+    LeaseLost,
+    LedgerError,
+    LedgerRegressed,
+    LedgerUnavailable,
+    SessionEnded,
+    SessionErased,
+    SessionUnknown,
+)
+from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.repair import RecentWrites, Standing
+
+log = logging.getLogger(__name__)
+
+_NONCE = 1
+"""Index among the arguments of every owner's call."""
+_NO_OWNER = (LeaseLost, SessionUnknown, SessionErased, SessionEnded)
+_OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.ERASE})
+
+
+@dataclass
+class _Owner:
+    recent: RecentWrites = field(default_factory=RecentWrites)
+    mending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class OwnersCalls:
+    """All owners of a process; an owner begins with its acquisition and ends with its release or
+    with the loss of its lease."""
+
+    def __init__(self, connection: Connection, reader: LedgerReader) -> None:
+        self._connection = connection
+        self._reader = reader
+        self._owners: dict[str, _Owner] = {}
+
+    async def run(self, call: PendingCall) -> Reply:
+        """The answer of a script that did its work. Raises what it refuses; `LedgerRegressed` where
+        the ledger lost more than is remembered here."""
+        try:
+            reply = await self._judged(call)
+        except (HeadMismatch, JournalMismatch) as refusal:
+            owner = self._owners.get(call.session)
+            if owner is None:
+                raise
+            async with owner.mending:
+                await self._mend(owner, call, refusal)
+            reply = await self._judged(call)
+        except _NO_OWNER:
+            self._owners.pop(call.session, None)
+            raise
+        self._remember(call)
+        return reply
+
+    def _remember(self, call: PendingCall) -> None:
+        if call.script is ScriptName.ACQUIRE:
+            self._owners[call.session] = _Owner()
+        elif call.script in _OVER:
+            self._owners.pop(call.session, None)
+        elif (owner := self._owners.get(call.session)) is not None:
+            owner.recent.note(call, time.monotonic_ns() // 1_000_000)
+
+    async def _mend(self, owner: _Owner, call: PendingCall, refusal: LedgerError) -> None:
+        meta = await self._reader.meta(call.session)
+        if meta is None or meta.nonce != call.arguments[_NONCE]:
+            raise refusal
+        suffix = owner.recent.after(meta)
+        if suffix.standing is Standing.AHEAD:
+            raise refusal
+        try:
+            if suffix.standing is Standing.REGRESSED:
+                raise refusal
+            for lost in suffix.calls:
+                await self._judged(lost)
+        except LedgerUnavailable as error:
+            # Not `error.pending`: what is unknown is another call, and the next try looks again.
+            raise LedgerUnavailable(call.session, error.reason) from error
+        except (HeadMismatch, JournalMismatch) as error:
+            raise LedgerRegressed(call.session, f"ends at entry {meta.head.index}") from error
+        log.warning(
+            "ledger had lost writes of this session; they are in it again",
+            extra={"fields": {"session": call.session, "writes": len(suffix.calls)}},
+        )
+
+    async def _judged(self, call: PendingCall) -> Reply:
+        return judge(call.session, await self._connection.call(call))

@@ -1,0 +1,117 @@
+"""Valkey processes of the shapes that an installation has: a primary with its replica, a Sentinel,
+a cluster of one node."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from duplex_sidecar.ledger.embedded import server_binary
+
+START_S = 15.0
+
+
+class ValkeyProcess:
+    """One server on a port of 127.0.0.1; `arguments` as on its command line."""
+
+    def __init__(self, folder: Path, *arguments: str, sentinel_of: int | None = None) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.port = free_port()
+        self._arguments = arguments
+        self._sentinel_of = sentinel_of
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def client(self) -> "Redis":
+        return Redis(port=self.port, socket_timeout=5)
+
+    def start(self) -> None:
+        common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        argv = [str(server_binary()), *common, "--save", "", *self._arguments]
+        if self._sentinel_of is not None:
+            argv = [str(server_binary()), str(self._sentinel_config()), "--sentinel", *common]
+        log = (self.folder / "log").open("ab")
+        self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        log.close()
+        wait_until(self._answers)
+
+    def _sentinel_config(self) -> Path:
+        config = self.folder / "sentinel.conf"
+        config.write_text(
+            f"sentinel monitor main 127.0.0.1 {self._sentinel_of} 1\n"
+            "sentinel down-after-milliseconds main 500\n"
+            "sentinel failover-timeout main 3000\n"
+        )
+        return config
+
+    def _answers(self) -> bool:
+        try:
+            with self.client as client:
+                return bool(client.ping())
+        except RedisError:
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+@contextmanager
+def primary_and_replica(folder: Path) -> Generator[tuple[ValkeyProcess, ValkeyProcess]]:
+    """The primary takes no write without a replica."""
+    primary = ValkeyProcess(folder / "a", "--min-replicas-to-write", "1", "--appendonly", "yes")
+    replica = ValkeyProcess(
+        folder / "b", "--replicaof", f"127.0.0.1 {primary.port}", "--appendonly", "yes"
+    )
+    primary.start()
+    try:
+        with primary.client as client:
+            client.config_set("repl-diskless-sync-delay", 0)
+        replica.start()
+        wait_until(lambda: connected_replicas(primary) == 1)
+        with primary.client as client:  # the first confirmation after a sync takes a second
+            client.set("first", 1)
+            assert client.wait(1, 10_000) == 1
+        yield primary, replica
+    finally:
+        replica.kill()
+        primary.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def connected_replicas(primary: ValkeyProcess) -> int:
+    """Replicas that are in step and have said so lately."""
+    with primary.client as client:
+        return int(client.info("replication").get("min_slaves_good_slaves", 0))
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = START_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
