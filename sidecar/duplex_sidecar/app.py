@@ -9,20 +9,31 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from duplex_sidecar.admin.api import admin_router, install_error_handlers, session_view
-from duplex_sidecar.admin.guard import AdminGuard
+from duplex_sidecar.admin.api import admin_router, install_error_handlers
+from duplex_sidecar.admin.feed import Feed
+from duplex_sidecar.admin.guard import (
+    VERSION,
+    AdminGuard,
+    guards_admin,
+    guards_all,
+    guards_status,
+)
 from duplex_sidecar.admin.statusz import status_page
+from duplex_sidecar.admin.tokens import AdminToken, FixedToken, TokenFile, file_reader
+from duplex_sidecar.admin.views import session_view
 from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.ledger.errors import LedgerUnavailable
-from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError
 from duplex_sidecar.protocol.errors import ErrorCode as Code
 from duplex_sidecar.session.assembly import Assembly, StagesOf, as_they_are
@@ -30,6 +41,7 @@ from duplex_sidecar.session.model import ServedModel, load_model
 from duplex_sidecar.session.port import Attachment
 from duplex_sidecar.session.reconciler import Reconciler
 from duplex_sidecar.session.registry import SessionRegistry
+from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.code2wav.client import Code2WavClient
@@ -71,6 +83,8 @@ class Sidecar:
             self._on_stage_report,
             on_health=self._on_stage_health,
         )
+        self.roster = Roster(settings.slots)
+        self.feed = Feed(self.roster, self.hello)
         self.sessions: SessionRegistry | None = None
         self.ledger: Ledger | None = None
         self._reconciling: asyncio.Task[None] | None = None
@@ -90,15 +104,28 @@ class Sidecar:
             ledger_hold_s=self.settings.ledger_hold_s,
             rebuild_ahead=self.settings.rebuild_ahead,
             stages_of=self._stages_of(),
+            address=self.settings.advertise,
         )
         self.sessions = SessionRegistry(
-            assembly, ledger, self.settings.slots, lambda: self.problem is None
+            assembly,
+            ledger,
+            self.roster,
+            lambda: self.problem is None,
+            placed=bool(self.settings.pod_uid),
         )
-        reconciler = Reconciler(assembly.stages, self.sessions.ids)
+        reconciler = Reconciler(assembly.stages, self.roster.ids)
         self._reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
         log.info(
             "ready", extra={"fields": {"seconds": round(time.monotonic() - self.started_at, 1)}}
         )
+
+    async def drain(self, grace_s: float) -> None:
+        """Park all sessions, at the end of their turn or at the grace's end; returns when none is
+        left or none will go any more. None starts from now on."""
+        if self.sessions is not None:
+            self.sessions.departures.drain(grace_s)
+            if not await self.sessions.departures.drained():
+                log.warning("%d sessions did not park in time", len(self.roster.live))
 
     async def stop(self) -> None:
         """Let go of the sessions (their ledgers stay open), then end the stages."""
@@ -126,6 +153,25 @@ class Sidecar:
             return "ledger: connecting"
         return None
 
+    @property
+    def draining(self) -> bool:
+        return self.sessions is not None and self.sessions.departures.draining
+
+    def hello(self) -> dict[str, Any]:
+        """First line of the feed."""
+        return {
+            "kind": "hello",
+            "version": VERSION,
+            "replica": self.settings.replica,
+            "podUID": self.settings.pod_uid,
+            "podName": self.settings.pod_name,
+            "modelName": self.settings.model_name,
+            "slots": self.settings.slots,
+            "freeSlots": self.roster.free_slots,
+            "draining": self.draining,
+            "ready": self.problem is None,
+        }
+
     async def attach(self, session: str, token: str, last_sequence: int | None) -> Attachment:
         """`SessionPort` for the doors: refuses by name while this replica is not ready."""
         if self.sessions is None:
@@ -135,7 +181,8 @@ class Sidecar:
     async def _connect_ledger(self) -> Ledger:
         while True:
             try:
-                return await Ledger.connect(self.settings.redis_url)
+                options = LedgerOptions(durability=self.settings.ledger_durability)
+                return await Ledger.connect(self.settings.redis_url, options)
             except LedgerUnavailable as error:
                 log.warning("ledger not reachable yet: %s", error.reason)
                 await asyncio.sleep(LEDGER_RETRY_S)
@@ -182,14 +229,26 @@ class Sidecar:
             log.info("stage %s", report.state, extra={"fields": fields})
 
 
-def create_app(
+@dataclass(frozen=True)
+class SidecarApps:
+    """admin: of the admin port; None where the admin API is beside the door."""
+
+    sidecar: Sidecar
+    public: FastAPI
+    admin: FastAPI | None
+
+
+def create_apps(
     settings: SidecarSettings, on_failed_start: Callable[[BaseException], None]
-) -> FastAPI:
-    """The HTTP application. Raises CheckpointError for a checkpoint that cannot be served.
+) -> SidecarApps:
+    """The HTTP applications. Raises CheckpointError for a checkpoint that cannot be served, OSError
+    and ValueError for the file of the admin token.
 
     on_failed_start: a stage gave up, or the ledger is of a wrong kind; it will never be ready.
     """
+    token = admin_token(settings)
     sidecar = Sidecar(settings, load_model(settings))
+    router = admin_router(lambda: sidecar.sessions, lambda: sidecar.problem is None, sidecar.feed)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -207,9 +266,38 @@ def create_app(
             await asyncio.gather(starting, return_exceptions=True)
             await sidecar.stop()
 
-    app = FastAPI(title="Duplex sidecar", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.sidecar = sidecar
+    public = _application("Duplex sidecar", lifespan)
+    _serve_public(public, sidecar)
+    strangers = bool(settings.admin_token or settings.admin_token_file) and not settings.is_loopback
+    public.add_middleware(
+        AdminGuard, token=token, guarded=guards_status if strangers else guards_admin
+    )
+    if not settings.admin_port:
+        public.include_router(router)
+        return SidecarApps(sidecar, public, None)
+    admin = _application("Duplex admin", None)
+    admin.include_router(router)
+    admin.add_middleware(AdminGuard, token=token, guarded=guards_all)
+    return SidecarApps(sidecar, public, admin)
+
+
+def admin_token(settings: SidecarSettings) -> AdminToken:
+    """Raises OSError and ValueError when there is no token in its file."""
+    if settings.admin_token_file:
+        return TokenFile(file_reader(Path(settings.admin_token_file)))
+    return FixedToken(settings.admin_token)
+
+
+def _application(
+    title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None
+) -> FastAPI:
+    app = FastAPI(title=title, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
+    return app
+
+
+def _serve_public(app: FastAPI, sidecar: Sidecar) -> None:
+    """The realtime door, and what says how the replica is."""
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:
@@ -217,9 +305,13 @@ def create_app(
 
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        problem = sidecar.problem
+        problem = "draining" if sidecar.draining else sidecar.problem
         return JSONResponse(
-            {"ready": problem is None, "waiting_for": problem, "replica": settings.replica},
+            {
+                "ready": problem is None,
+                "waiting_for": problem,
+                "replica": sidecar.settings.replica,
+            },
             200 if problem is None else 503,
         )
 
@@ -233,25 +325,21 @@ def create_app(
 
     @app.websocket("/v1/realtime")
     async def realtime(websocket: WebSocket) -> None:
-        await serve_realtime(websocket, sidecar, settings.model_name)
+        await serve_realtime(websocket, sidecar, sidecar.settings.model_name)
 
-    app.include_router(admin_router(lambda: sidecar.sessions, lambda: sidecar.problem is None))
-    app.add_middleware(AdminGuard, token=settings.admin_token)
     _ = (livez, readyz, statusz, metrics, realtime)
-    return app
 
 
 def sidecar_status(sidecar: Sidecar) -> dict[str, Any]:
     """What `/statusz` shows."""
-    live = sidecar.sessions.live.values() if sidecar.sessions else ()
     return {
         "replica": sidecar.settings.replica,
         "model": sidecar.settings.model_name,
         "checkpoint": sidecar.model.fingerprint,
         "uptime_s": round(time.monotonic() - sidecar.started_at, 1),
-        "problem": sidecar.problem,
-        "free_slots": sidecar.sessions.free_slots if sidecar.sessions else 0,
+        "problem": "draining" if sidecar.draining else sidecar.problem,
+        "free_slots": sidecar.roster.free_slots,
         "near_real_time_ratio": round(sidecar.metrics.near_real_time_ratio(), 3),
         "stages": [sidecar.supervisor.report(stage) for stage in STAGES],
-        "sessions": [session_view(actor) for actor in live],
+        "sessions": [session_view(entry.actor) for entry in sidecar.roster.live.values()],
     }

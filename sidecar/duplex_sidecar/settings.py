@@ -1,12 +1,20 @@
 """Settings of one sidecar process: what it is told at start, validated once, then frozen."""
 
+import ipaddress
 import os
+import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.stages.engine.settings import Device
+
+MAX_DRAIN_GRACE_S = 3600.0
+ENVIRONMENT_PREFIX = "DUPLEX_"
+_NOT_FROM_ENVIRONMENT = frozenset({"bench_script"})
 
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +54,21 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     bench_script: tuple[tuple[int, ...], ...] = ()
     """Bench only: token ids that the units emit in turn, instead of what is sampled."""
     admin_token: str = ""
-    """Empty: the admin API answers 401 to everybody."""
+    """Empty, and no file: the admin API answers 401 to everybody."""
+    admin_token_file: str = ""
+    """File of the admin token, read again when it changes; instead of `admin_token`."""
+    admin_port: int = 0
+    """Port of the admin API; 0: it is on `port`, beside the realtime door."""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    """PEM files, both or none: the admin port speaks TLS. Read again when they change."""
+    pod_uid: str = ""
+    """Of the pod that this process runs in. With it an operator says which sessions run here."""
+    pod_name: str = ""
+    advertise: str = ""
+    """host:port of the realtime door as a gateway dials it; it is written into each lease."""
+    drain_grace_s: float = 5.0
+    """After SIGTERM: how long sessions may go on to the end of their turn before they park."""
     otlp_endpoint: str | None = None
     content_in_telemetry: bool = False
     contract_tape_dir: str = ""
@@ -54,6 +76,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     empty: none are written. They hold prompts, token ids and codes: content."""
     ledger_hold_s: float = 10.0
     """How long input is held while the ledger cannot be reached, before it is refused."""
+    ledger_durability: Durability = Durability.MEMORY
+    """What an acknowledged write must survive: memory, replicated or fsync. The server is asked at
+    start whether it can; if not, this process does not become ready."""
 
     def __post_init__(self) -> None:
         for name in ("checkpoint", "runtime_dir", "cache_dir"):
@@ -64,5 +89,45 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        if not 0 <= self.port < 65536:
-            raise ValueError("port must be between 0 and 65535")
+        for name in ("port", "admin_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise ValueError(f"{name} must be between 0 and 65535")
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError("admin_port must be another port than port")
+        if self.admin_token and self.admin_token_file:
+            raise ValueError("admin_token and admin_token_file exclude each other")
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file belong together")
+        if self.tls_cert_file and not self.admin_port:
+            raise ValueError("tls_cert_file needs admin_port: the realtime door speaks no TLS")
+        if not 0 <= self.drain_grace_s <= MAX_DRAIN_GRACE_S:
+            raise ValueError(f"drain_grace_s must be between 0 and {MAX_DRAIN_GRACE_S:.0f}")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the ports."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def settings_from_environment(
+    environ: Mapping[str, str], defaults: Mapping[str, str]
+) -> SidecarSettings:
+    """`DUPLEX_<FIELD>` for every field that is set; empty ones count as not set. In a pod the
+    replica is called `<pod uid>-<boot nonce>` unless it is named. Other variables are not looked
+    at. Raises ValueError and msgspec.ValidationError, which name field and problem.
+
+    defaults: values of fields that are neither set nor have a default of their own.
+    """
+    fields = msgspec.structs.fields(SidecarSettings)
+    names = {field.name for field in fields if field.name not in _NOT_FROM_ENVIRONMENT}
+    given = {name: environ.get(ENVIRONMENT_PREFIX + name.upper(), "") for name in names}
+    values = {**defaults, **{name: text for name, text in given.items() if text}}
+    missing = [f.name for f in fields if f.required and f.name not in values]
+    if missing:
+        raise ValueError(f"{ENVIRONMENT_PREFIX}{missing[0].upper()} is not set")
+    if "replica" not in values and "pod_uid" in values:
+        values["replica"] = f"{values['pod_uid']}-{secrets.token_hex(4)}"
+    return msgspec.convert(values, SidecarSettings, strict=False)

@@ -1,30 +1,38 @@
 """What an operator, or `duplex run`, may ask of this replica. Every call needs the admin token.
 
-PUT    /admin/v1/sessions/{session}     {"manifest": "...", "token": "..."}   idempotent
-GET    /admin/v1/sessions               GET /admin/v1/sessions/{session}
-DELETE /admin/v1/sessions/{session}     ends it for good
-POST   /admin/v1/dead-replicas          {"replica": "..."}   proof of death: breaks its leases
+PUT    /admin/v1/sessions/{session}       runs a session here; the same call again, the same answer
+GET    /admin/v1/sessions                 GET /admin/v1/sessions/{session}
+POST   /admin/v1/sessions/{session}/park  lets it wait in the ledger
+DELETE /admin/v1/sessions/{session}       ends it for good
+POST   /admin/v1/erase/{session}          erases its ledger
+POST   /admin/v1/drain                    parks all sessions and takes no new one
+POST   /admin/v1/dead-replicas            proof of death: breaks a replica's, or a pod's, leases
+GET    /admin/v1/feed                     what happens here, as JSON lines
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from duplex_api.manifest import ManifestError, load_manifest, load_manifests
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
 from duplex_api.window import WindowConfigError
+from duplex_sidecar.admin.feed import Feed, FeedResponse
 from duplex_sidecar.admin.guard import ADMIN_PREFIX, error_body
+from duplex_sidecar.admin.views import session_view
+from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.opening import UnservedManifestError
-from duplex_sidecar.session.registry import SessionRegistry
+from duplex_sidecar.session.refusals import PlacementRefused, Refusal
+from duplex_sidecar.session.registry import Claim, SessionRegistry
 
 MAX_MANIFEST_CHARACTERS = 256 * 1024
+MAX_GRACE_S = 3600.0
 _HTTP_STATUS = {
     ErrorCode.UNAUTHORIZED: 403,
     ErrorCode.SESSION_NOT_FOUND: 404,
@@ -32,46 +40,72 @@ _HTTP_STATUS = {
     ErrorCode.RESOURCE_EXHAUSTED: 429,
     ErrorCode.NOT_READY: 503,
     ErrorCode.LEDGER_UNAVAILABLE: 503,
+    ErrorCode.LEASE_LOST: 503,
 }
-
-
+_REFUSAL_STATUS = {
+    Refusal.NO_SLOT: 429,
+    Refusal.STALE_FENCE: 409,
+    Refusal.MANIFEST_CONFLICT: 409,
+    Refusal.DRAINING: 503,
+    Refusal.SESSION_BUSY: 409,
+}
 _MANIFEST_ERRORS = (ManifestError, WindowConfigError, UnknownPresetError, UnservedManifestError)
 
 
-class OpenSession(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
+
+class OpenSession(_Body):
     manifest: Annotated[str, Field(min_length=1, max_length=MAX_MANIFEST_CHARACTERS)]
     """A DuplexSession as YAML or JSON text, exactly as `kubectl apply` takes it."""
-    token: Annotated[str, Field(min_length=1, max_length=512)]
+    token: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    token_hash: Annotated[
+        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Field(alias="tokenHash")
+    ] = None
+    """sha256 of the token, in hex."""
+    fence: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """Issued by an operator: only a larger one than the ledger's is taken."""
+
+    @model_validator(mode="after")
+    def _one_token(self) -> Self:
+        if (self.token is None) == (self.token_hash is None):
+            raise ValueError("exactly one of token and tokenHash is needed")
+        return self
+
+    def claim(self) -> Claim:
+        return Claim(self.token_hash or token_sha256(self.token or ""), self.fence)
 
 
-class DeadReplica(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    replica: Annotated[str, Field(min_length=1, max_length=253)]
+class EndSession(_Body):
+    reason: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
 
 
-def session_view(actor: SessionActor) -> dict[str, Any]:
-    """Status of one session: numbers and states, never content."""
-    conversation, speech = actor.conversation, actor.speech
-    return {
-        "session": actor.session,
-        "phase": actor.phase,
-        "attached": actor.attached,
-        "units": conversation.seq,
-        "windowTokens": conversation.window.prompt_tokens,
-        "retainedUnits": len(conversation.window.units),
-        "retainedRowBytes": actor.retained_row_bytes,
-        "epoch": speech.epoch,
-        "turn": speech.turn,
-        "lastEventSequence": speech.last_sequence,
-        "acknowledgedSample": conversation.framing.received_samples,
-    }
+class ParkSession(_Body):
+    pass
+
+
+class Drain(_Body):
+    grace_s: Annotated[float, Field(alias="graceSeconds", ge=0, le=MAX_GRACE_S)]
+
+
+class DeadReplica(_Body):
+    """Exactly one of the two."""
+
+    replica: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    pod_uid: Annotated[
+        Annotated[str, Field(min_length=1, max_length=64)] | None, Field(alias="podUID")
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Self:
+        if (self.replica is None) == (self.pod_uid is None):
+            raise ValueError("exactly one of replica and podUID is needed")
+        return self
 
 
 def admin_router(
-    registry: Callable[[], SessionRegistry | None], is_ready: Callable[[], bool]
+    registry: Callable[[], SessionRegistry | None], is_ready: Callable[[], bool], feed: Feed
 ) -> APIRouter:
     """registry: None until the ledger is connected. `AdminGuard` stands in front of it."""
 
@@ -90,8 +124,7 @@ def admin_router(
         manifests = load_manifests(body.manifest)
         manifest = load_manifest(body.manifest)
         pool = manifests.pool_of(manifest)
-        actor = await sessions().open(session, manifest, body.token, pool)
-        return session_view(actor)
+        return session_view(await sessions().open(session, manifest, body.claim(), pool))
 
     @router.get("/sessions")
     async def list_sessions() -> dict[str, Any]:
@@ -105,16 +138,39 @@ def admin_router(
             raise ClientError(ErrorCode.SESSION_NOT_FOUND, "the session does not run here")
         return session_view(actor)
 
+    @router.post("/sessions/{session}/park")
+    async def park_session(session: str, body: ParkSession) -> dict[str, Any]:
+        _ = body
+        await sessions().departures.park(session)
+        return {"parked": True}
+
     @router.delete("/sessions/{session}")
-    async def end_session(session: str) -> dict[str, Any]:
-        return {"ended": await sessions().end(session)}
+    async def end_session(session: str, body: EndSession | None = None) -> dict[str, Any]:
+        return {"ended": await sessions().end(session, body.reason if body else "")}
+
+    @router.post("/erase/{session}")
+    async def erase_session(session: str) -> dict[str, Any]:
+        await sessions().departures.erase(session)
+        return {"erased": True}
+
+    @router.post("/drain")
+    async def drain(body: Drain) -> dict[str, Any]:
+        sessions().departures.drain(body.grace_s)
+        return {"draining": True, "sessions": len(sessions().live)}
 
     @router.post("/dead-replicas")
     async def declare_dead(body: DeadReplica) -> dict[str, Any]:
-        sessions().declare_dead(body.replica)
-        return {"replica": body.replica}
+        sessions().declare_dead(body.replica or body.pod_uid or "")
+        return body.model_dump(by_alias=True, exclude_none=True)
 
-    _ = (open_session, list_sessions, get_session, end_session, declare_dead)
+    @router.get("/feed")
+    async def listen() -> Response:
+        if feed.full:
+            raise PlacementRefused(Refusal.NO_SLOT, "too many listen to this feed")
+        return FeedResponse(feed)
+
+    _ = (open_session, list_sessions, get_session, park_session, end_session, erase_session)
+    _ = (drain, declare_dead, listen)
     return router
 
 
@@ -125,6 +181,12 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, ClientError)
         body = error_body(error.code, error.detail, error.param)
         return JSONResponse(body, _HTTP_STATUS.get(error.code, 400))
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, PlacementRefused)
+        found = error_body(error.code, error.detail)
+        body = {"error": found["error"] | {"code": error.refusal}}
+        return JSONResponse(body, _REFUSAL_STATUS[error.refusal])
 
     async def bad_request(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -142,6 +204,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": {"code": code, "problems": problems}}, 422)
 
     app.add_exception_handler(ClientError, client_error)
+    app.add_exception_handler(PlacementRefused, refused)
     app.add_exception_handler(RequestValidationError, bad_request)
     for kind in _MANIFEST_ERRORS:
         app.add_exception_handler(kind, bad_manifest)

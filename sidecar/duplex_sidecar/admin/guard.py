@@ -1,21 +1,29 @@
-"""In front of the admin API: the token, then a bound on the body; before anything is read of it."""
+"""In front of what is not everybody's: the token, then a bound on the body; before anything is read
+of it. Every answer behind it names the version of the admin API.
+"""
 
-import hmac
+from collections.abc import Callable
 
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from duplex_sidecar.admin.tokens import AdminToken
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
 ADMIN_PREFIX = "/admin/v1"
+STATUS_PATHS = ("/metrics", "/statusz")
+VERSION_HEADER = "Duplex-Admin-Version"
+VERSION = "1"
 MAX_BODY_BYTES = 1024 * 1024
 
 
-def error_body(code: ErrorCode, message: str, param: str | None = None) -> dict[str, object]:
+def error_body(
+    code: ErrorCode, message: str, param: str | None = None
+) -> dict[str, dict[str, object]]:
     """The typed body of every refusal that is not about a manifest's fields."""
     entry = ERRORS[code]
-    error = {
+    error: dict[str, object] = {
         "code": code,
         "type": entry.type,
         "message": message,
@@ -25,21 +33,41 @@ def error_body(code: ErrorCode, message: str, param: str | None = None) -> dict[
     return {"error": error}
 
 
-class AdminGuard:
-    """ASGI middleware. token: empty lets nobody in."""
+def guards_admin(path: str) -> bool:
+    return path.startswith(ADMIN_PREFIX)
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+
+def guards_status(path: str) -> bool:
+    """Where strangers can reach the port, numbers and names of sessions are not theirs."""
+    return path.startswith((ADMIN_PREFIX, *STATUS_PATHS))
+
+
+def guards_all(_: str) -> bool:
+    return True
+
+
+class AdminGuard:
+    """ASGI middleware. guarded: which paths of this application want the token."""
+
+    def __init__(self, app: ASGIApp, token: AdminToken, guarded: Callable[[str], bool]) -> None:
         self._app = app
         self._token = token
+        self._guarded = guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(ADMIN_PREFIX):
+        if scope["type"] != "http" or not self._guarded(scope["path"]):
             await self._app(scope, receive, send)
             return
-        if not self._authorized(Headers(scope=scope)):
+        headers, send = Headers(scope=scope), _versioned(send)
+        if not self._authorized(headers):
             message = "the admin token is missing or wrong"
             answer = JSONResponse(error_body(ErrorCode.UNAUTHORIZED, message), 401)
             await answer(scope, receive, send)
+            return
+        if headers.get(VERSION_HEADER, VERSION) != VERSION:
+            message = f"this release speaks version {VERSION} of the admin API"
+            body = {"error": {"code": "unsupported_version", "message": message}}
+            await JSONResponse(body, 400)(scope, receive, send)
             return
         body = await _read(receive)
         if body is None:
@@ -51,8 +79,16 @@ class AdminGuard:
 
     def _authorized(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.encode(), self._token.encode())
-        return bool(self._token) and scheme.lower() == "bearer" and right
+        return self._token.matches(given) and scheme.lower() == "bearer"
+
+
+def _versioned(send: Send) -> Send:
+    async def send_with_version(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[VERSION_HEADER] = VERSION
+        await send(message)
+
+    return send_with_version
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -11,6 +11,9 @@ _STYLE = (
     ".bad{color:#b00020;font-weight:600}.good{color:#2e7d32;font-weight:600}"
 )
 
+_NESTED = ("lastRebuild", "audio")
+"""Of a session's view: no single values."""
+
 
 def status_page(status: dict[str, Any]) -> str:
     """HTML of `app.sidecar_status`."""
@@ -32,8 +35,8 @@ def status_page(status: dict[str, Any]) -> str:
         (report.stage, report.state, report.generation, f"{report.elapsed_s:.0f} s", report.reason)
         for report in status["stages"]
     ]
-    sessions = [tuple(view.values()) for view in status["sessions"]]
-    names = tuple(status["sessions"][0]) if status["sessions"] else ("session",)
+    names = [name for name in next(iter(status["sessions"]), ()) if name not in _NESTED]
+    sessions = [tuple(view[name] for name in names) for view in status["sessions"]]
     return (
         f"<!doctype html><meta charset=utf-8><title>duplex {escape(status['replica'])}</title>"
         f"<style>{_STYLE}</style><h1>duplex sidecar: {verdict}</h1>"

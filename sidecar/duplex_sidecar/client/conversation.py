@@ -118,6 +118,8 @@ class Conversation:
                     }
                     await connection.send_raw(json.dumps(resume))
                 opening = json.loads(await connection.recv_bytes())
+                while opening["type"] == "session.queued":  # of a gateway: nobody runs it yet
+                    opening = json.loads(await connection.recv_bytes())
                 if opening["type"] in ("session.created", "session.resumed"):
                     await self._greet(connection, opening)
                     return connection

@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     SESSION_ENDED = "session_ended"
     SESSION_TAKEN_OVER = "session_taken_over"
     SESSION_EXPIRED = "session_expired"
+    PARKED = "parked"
     RESOURCE_EXHAUSTED = "resource_exhausted"
     SLOW_CONSUMER = "slow_consumer"
     NOT_READY = "not_ready"
@@ -127,6 +128,9 @@ ERRORS: dict[ErrorCode, ErrorEntry] = {
     ),
     ErrorCode.SESSION_EXPIRED: ErrorEntry(
         _BAD, False, True, 4002, "The session reached a life cycle limit."
+    ),
+    ErrorCode.PARKED: ErrorEntry(
+        _SERVER, True, False, 4003, "The session is parked; dialling again wakes it."
     ),
     ErrorCode.RESOURCE_EXHAUSTED: ErrorEntry(
         _FULL, True, False, 1013, "No slot is free on this replica."

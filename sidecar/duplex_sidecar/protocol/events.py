@@ -40,10 +40,13 @@ class SessionOpened(msgspec.Struct, frozen=True):
 
 
 class ResyncRequired(msgspec.Struct, frozen=True):
-    """Events after `requested` are no longer in the journal; the oldest one left is `oldest`."""
+    """Events after `requested` are no longer in the journal; the oldest one left is `oldest`.
+    ledger_rewound: the journal ends before `requested`, which the client says it has: the ledger
+    lost acknowledged writes, and numbers from `oldest` on are given anew."""
 
     requested: int
     oldest: int
+    ledger_rewound: bool = False
 
 
 class InputAccepted(msgspec.Struct, frozen=True):

@@ -6,21 +6,12 @@ client can attach, leave or close while it is under way. Whatever ends the sessi
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import StrEnum
 
-import msgspec
-
 from duplex_api.resolve import ResolvedLifecycle
-from duplex_sidecar.ledger.errors import (
-    LeaseLost,
-    LedgerError,
-    LedgerFull,
-    LedgerUnavailable,
-)
-from duplex_sidecar.ledger.lease import LeaseKeeper
+from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.commands import (
     AppendInput,
@@ -34,27 +25,26 @@ from duplex_sidecar.protocol.commands import (
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import (
     Alive,
-    Closed,
     Event,
     Failure,
     InputCleared,
-    ResyncRequired,
     Sequenced,
     SessionOpened,
 )
+from duplex_sidecar.session.clients import ClientAttachment, Clients
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.ending import SHUT_DOWN, Ending, ending_of, parked, wind_up
 from duplex_sidecar.session.facts import SessionOver
+from duplex_sidecar.session.greeting import greet
 from duplex_sidecar.session.input import InputDesk
-from duplex_sidecar.session.mailbox import Mailbox, joined
+from duplex_sidecar.session.mailbox import joined
 from duplex_sidecar.session.outbox import Outbox
-from duplex_sidecar.session.replay import replay_after
+from duplex_sidecar.session.parking import Expire, Park, ParkReason, Standing, verdict
+from duplex_sidecar.session.quality import SessionQuality
 from duplex_sidecar.session.unit import BadInput, UnitRunner
 
-log = logging.getLogger(__name__)
-
 TICK_S = 0.25
-END_TIMEOUT_S = 10.0
 
 
 class Phase(StrEnum):
@@ -67,41 +57,8 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """Why it is over here. for_good: the ledger is to say so, no replica goes on with it."""
-
-    code: ErrorCode
-    detail: str
-    for_good: bool
-
-
-_SHUT_DOWN = _Ending(ErrorCode.LEASE_LOST, "the replica is shutting down", for_good=False)
-
 Recover = Callable[[], Awaitable[tuple[Conversation, Speech]]]
 """Brings the streams back and runs what a lost owner left unfinished."""
-
-
-class ClientAttachment:
-    """`session.port.Attachment` of this actor."""
-
-    def __init__(self, actor: "SessionActor", number: int, outbox: Outbox) -> None:
-        self._actor = actor
-        self._number = number
-        self._outbox = outbox
-
-    @property
-    def session(self) -> str:
-        return self._actor.session
-
-    async def submit(self, command: Command) -> None:
-        await self._actor.submit(self._number, command)
-
-    async def next_event(self) -> Event | None:
-        return await self._outbox.next()
-
-    async def detach(self) -> None:
-        self._actor.detach(self._number)
 
 
 class SessionActor:
@@ -121,11 +78,16 @@ class SessionActor:
         recover: Recover | None,
         clock_s: Callable[[], float],
         age_s: float,
+        trace_id: Callable[[], str],
     ) -> None:
         """recover: None for a new session. age_s: since the session was opened, here or
-        elsewhere."""
+        elsewhere. trace_id: of the session's trace now."""
         self.session = session
-        self.phase = Phase.OPENING
+        self.phase = Phase.READY if recover is None else Phase.OPENING
+        self.quality = SessionQuality(trace_id)
+        self.lifecycle = lifecycle
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the phase, or whether a client is connected, has changed."""
         self._mode = mode
         self._conversation = conversation
         self._speech = speech
@@ -134,27 +96,22 @@ class SessionActor:
         self._durable = durable
         self._keeper = keeper
         self._ledger = ledger
-        self._lifecycle = lifecycle
         self._recover = recover
         self._clock_s = clock_s
-        self._mailbox = Mailbox()
+        self._clients = Clients(clock_s)
         self._wake = asyncio.Event()
         """Something waits for the loop: a command, work that is done, a wish to end."""
-        self._room = asyncio.Event()
-        """Those who wait for room in the mailbox may look again."""
         self._recovered = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
-        self._attachments = 0
-        self._outbox: Outbox | None = None
-        self._greeting: asyncio.Task[None] | None = None
         self._closing = False
-        self._asked_to_end: _Ending | None = None
+        self._asked_to_end: Ending | None = None
+        self._park_wishes: dict[ParkReason, float] = {}
         self._told_refusing = False
         now = clock_s()
         self._opened_at, self._last_input_at = now - age_s, now
-        self._detached_at: float | None = now
         self.ended = asyncio.Event()
-        self.ended_because: Closed | None = None
+        self.ending: Ending | None = None
+        """Once it has ended: how."""
 
     # --- for doors and the registry ---------------------------------------------------------------
 
@@ -166,94 +123,115 @@ class SessionActor:
     @property
     def attached(self) -> bool:
         """Whether a client is connected."""
-        return self._outbox is not None
+        return self._clients.attached
 
     @property
     def speech(self) -> Speech:
         return self._speech
 
     @property
+    def lease(self) -> Lease:
+        return self._keeper.lease
+
+    @property
+    def ledger_answers(self) -> bool:
+        """Whether the lease is confirmed: what happens now is durable."""
+        return self._keeper.held and not self._durable.refuses_input
+
+    @property
     def retained_row_bytes(self) -> int:
         """Memory of the rows that are kept for slides to come."""
         return self._runner.retained_row_bytes
+
+    @property
+    def leaving(self) -> bool:
+        """It is over here, or about to be: nothing is taken any more."""
+        return self.phase in (Phase.ENDING, Phase.ENDED)
 
     def attach(self, last_sequence: int | None) -> ClientAttachment:
         """A new client; the one before is told that it was replaced, and what it said and nobody
         has heard yet is dropped. Events after `last_sequence` come first (None: none of the old
         ones). Raises ClientError when the session is over."""
         self._require_running()
-        self._attachments += 1
-        if self._outbox is not None:
-            self._outbox.fail(ErrorCode.SESSION_TAKEN_OVER)
-        if self._greeting is not None:
-            self._greeting.cancel()
-        self._mailbox.clear()
-        self._room.set()
-        outbox = self._outbox = Outbox()
-        self._detached_at = None
-        self._greeting = asyncio.create_task(self._greet(outbox, self._attachments, last_sequence))
-        return ClientAttachment(self, self._attachments, outbox)
+
+        def greeting(outbox: Outbox, number: int) -> Coroutine[None, None, None]:
+            return self._greet(outbox, number, last_sequence)
+
+        number, outbox = self._clients.attach(greeting)
+        self.on_change()
+        return ClientAttachment(self, number, outbox)
 
     async def submit(self, attachment: int, command: Command) -> None:
-        """Waits while the mailbox is full. Raises ClientError (taken over, ended)."""
-        while True:
-            self._require_running()
-            if attachment != self._attachments:
-                raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
-            if not self._mailbox.full:
-                break
-            self._room.clear()
-            await self._room.wait()
-        if self._mailbox.put(command, self._desk.missing_bytes):
+        """Waits while the mailbox is full. Raises ClientError (taken over, parked, ended)."""
+        await self._clients.room_for(attachment, self._require_running)
+        if self._clients.put(command, self._desk.missing_bytes):
             self._wake.set()
 
     def detach(self, attachment: int) -> None:
         """The client is gone. What it has submitted still counts."""
-        if attachment == self._attachments and self._outbox is not None:
-            self._outbox = None
-            self._detached_at = self._clock_s()
-            if self._greeting is not None:
-                self._greeting.cancel()
+        if self._clients.detach(attachment):
+            self.on_change()
 
-    async def end(self, code: ErrorCode, detail: str) -> None:
-        """End from outside (the admin API). Returns when it is over."""
-        self._asked_to_end = _Ending(code, detail, for_good=True)
+    async def end(self, code: ErrorCode, detail: str, reason: str = "") -> None:
+        """End from outside (the admin API). Returns when it is over. reason: a short word for the
+        ledger; default: the code."""
+        self._asked_to_end = Ending(code, detail, for_good=True, reason=reason)
+        self._wake.set()
+        await self.ended.wait()
+
+    async def drop_erased(self) -> None:
+        """Its ledger is gone: nothing is written any more. Returns when it is over."""
+        self._asked_to_end = Ending(
+            ErrorCode.SESSION_ENDED, "the session was erased", reason="erased"
+        )
         self._wake.set()
         await self.ended.wait()
 
     def let_go(self) -> None:
         """End here, so that another replica may go on. `ended` tells when that is done."""
-        self._asked_to_end = self._asked_to_end or _SHUT_DOWN
+        self._asked_to_end = self._asked_to_end or SHUT_DOWN
         self._wake.set()
+
+    def wish_to_park(self, reason: ParkReason, grace_s: float) -> None:
+        """Park at the end of the present turn, or between two units once the grace is over. `ended`
+        tells when that is done. An earlier wish of that reason is never put off."""
+        by_s = self._clock_s() + grace_s
+        self._park_wishes[reason] = min(by_s, self._park_wishes.get(reason, by_s))
+        self._wake.set()
+
+    def withdraw_wish(self, reason: ParkReason) -> None:
+        """Go on after all, unless it is parking already."""
+        self._park_wishes.pop(reason, None)
 
     def publish(self, event: Event) -> None:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
-        if self._outbox is not None:
-            self._outbox.put(event)
+        if isinstance(event, Sequenced) and self.attached:
+            self.quality.saw(event, self._clock_s())
+        self._clients.publish(event)
 
     def _require_running(self) -> None:
-        if self.ended_because is not None:
-            raise ClientError(self.ended_because.code, self.ended_because.detail)
+        if self.ending is not None:
+            raise ClientError(self.ending.code, self.ending.detail)
 
     # --- the one task -----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Until the session is over or another owner has it. Raises nothing but a cancellation,
         after which nothing is left to do either."""
-        ending = _SHUT_DOWN
+        ending = SHUT_DOWN
         try:
-            ending = await self._until_over()
-            await self._wind_up(ending)
+            ending = await self._wind_up(await self._until_over())
         except asyncio.CancelledError:
-            await self._wind_up(_SHUT_DOWN)
+            await self._wind_up(SHUT_DOWN)
             raise
         finally:
             self._say_goodbye(ending)
 
-    async def _until_over(self) -> _Ending:
+    async def _until_over(self) -> Ending:
         try:
             if self._recover is not None:
                 self._start(self._run_recovery(self._recover))
+                self._recover = None  # it holds the whole session as it was loaded
             else:
                 self._opened()
             while True:
@@ -262,27 +240,20 @@ class SessionActor:
                     return self._asked_to_end
                 if self._keeper.lost_because is not None:
                     raise self._keeper.lost_because
-                self._check_clock()
                 self._take_mail()
+                judged = verdict(self.lifecycle, self._park_wishes, self._standing())
+                if isinstance(judged, Expire):
+                    raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
+                if isinstance(judged, Park):
+                    return parked(judged.reason)
                 if self._work is None and self._desk.has_unit:
                     self._start(self._run_unit())
                 if self._work is None and self._closing:
-                    return _Ending(ErrorCode.SESSION_ENDED, "closed by the client", for_good=True)
+                    return Ending(ErrorCode.SESSION_ENDED, "closed by the client", for_good=True)
+                self._tell_of_ledger()
                 await self._rest()
-        except SessionOver as over:
-            return _Ending(over.code, over.detail, for_good=True)
-        except LeaseLost as error:
-            log.info("session dropped: %s", error.reason)
-            return _Ending(ErrorCode.LEASE_LOST, "another replica runs the session", for_good=False)
-        except LedgerFull as error:
-            log.error("session dropped: %s", error)
-            return _Ending(ErrorCode.RESOURCE_EXHAUSTED, f"ledger: {error.reason}", for_good=False)
-        except LedgerError as error:
-            log.error("session dropped: %s: %s", type(error).__name__, error)
-            return _Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__, for_good=False)
-        except Exception:
-            log.exception("session failed")
-            return _Ending(ErrorCode.UNIT_FAILED, "internal error", for_good=True)
+        except Exception as error:
+            return ending_of(error)
 
     async def _rest(self) -> None:
         """Until something waits for the loop, or the clock wants to be looked at."""
@@ -310,7 +281,7 @@ class SessionActor:
         self._opened()
 
     def _opened(self) -> None:
-        self.phase = Phase.ACTIVE if self._conversation.seq else Phase.READY
+        self._become(Phase.ACTIVE if self._conversation.seq else Phase.READY)
         self._recovered.set()
 
     async def _run_unit(self) -> None:
@@ -326,25 +297,24 @@ class SessionActor:
             append = self._desk.without_frames(append)
             after = await self._runner.run(self._conversation, self._speech, append)
         self._conversation, self._speech = after
-        self.phase = Phase.ACTIVE
+        if self.phase is Phase.READY:
+            self._become(Phase.ACTIVE)
 
     # --- commands ---------------------------------------------------------------------------------
 
     def _take_mail(self) -> None:
-        while run := self._mailbox.take(self._desk.sample_bytes):
-            try:
-                self._command(joined(run))
-            except ClientError:
-                # Nothing has changed. One by one, so that the error names its own event.
-                for command in run:
-                    self._command_or_failure(command)
-        self._room.set()
-
-    def _command_or_failure(self, command: Command) -> None:
-        try:
-            self._command(command)
-        except ClientError as error:
-            self.publish(Failure(error.code, error.detail, error.param, command.event_id))
+        while run := self._clients.take(self._desk.sample_bytes):
+            if len(run) > 1:
+                # Pieces of sound that go on from each other cost as much as one. If they are
+                # refused together, nothing has changed, and each is told by itself.
+                with suppress(ClientError):
+                    self._command(joined(run))
+                    continue
+            for command in run:
+                try:
+                    self._command(command)
+                except ClientError as error:
+                    self.publish(Failure(error.code, error.detail, error.param, command.event_id))
 
     def _command(self, command: Command) -> None:
         match command:
@@ -373,8 +343,6 @@ class SessionActor:
     # --- attachments ------------------------------------------------------------------------------
 
     async def _greet(self, outbox: Outbox, attachment: int, last_sequence: int | None) -> None:
-        """What a client gets first: the session as it stands, then what it missed. What happens
-        meanwhile waits in the outbox."""
         await self._recovered.wait()
         opened = SessionOpened(
             session=self.session,
@@ -386,72 +354,44 @@ class SessionActor:
             window_mode=self._mode,
             input_rate_hz=self._desk.rate_hz,
         )
-        replay: list[Sequenced] = []
-        resync: ResyncRequired | None = None
-        if last_sequence is not None:
-            try:
-                replay, resync = await replay_after(self._ledger, self.session, last_sequence)
-            except LedgerUnavailable:
-                outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
-                return
-            except (LedgerError, msgspec.MsgspecError) as error:
-                log.error("events cannot be replayed: %s", type(error).__name__)
-                outbox.fail(ErrorCode.LEDGER_CORRUPT)
-                return
-        outbox.release(replay, [opened] if resync is None else [opened, resync])
+        await greet(outbox, self._ledger, opened, last_sequence)
 
     # --- life cycle -------------------------------------------------------------------------------
 
-    def _check_clock(self) -> None:
-        now = self._clock_s()
-        life = self._lifecycle
-        if (now - self._opened_at) * 1000 > life.max_duration_ms:
-            raise SessionOver(ErrorCode.SESSION_EXPIRED, "the session reached its maxDuration")
-        if (now - self._last_input_at) * 1000 > life.idle_timeout_ms:
-            raise SessionOver(ErrorCode.SESSION_EXPIRED, "no input within idleTimeout")
-        away = self._detached_at
-        if away is not None and (now - away) * 1000 > life.disconnect_grace_ms:
-            raise SessionOver(ErrorCode.SESSION_EXPIRED, "no client within disconnectGrace")
+    def _become(self, phase: Phase) -> None:
+        self.phase = phase
+        self.on_change()
+
+    def _standing(self) -> Standing:
+        return Standing(
+            now_s=self._clock_s(),
+            opened_s=self._opened_at,
+            last_input_s=self._last_input_at,
+            attached_s=self._clients.attached_s,
+            detached_s=self._clients.detached_s,
+            turn_open=self._speech.turn_open,
+            between_units=self._work is None and self._keeper.held and not self._closing,
+        )
+
+    def _tell_of_ledger(self) -> None:
         refusing = self._durable.refuses_input
         if refusing and not self._told_refusing:
             self.publish(Failure(ErrorCode.LEDGER_UNAVAILABLE, "input is refused until it is back"))
         self._told_refusing = refusing
 
-    async def _wind_up(self, ending: _Ending) -> None:
-        """Stop the work, end the streams, give the lease back; in bounded time."""
-        self.phase = Phase.ENDING
+    async def _wind_up(self, ending: Ending) -> Ending:
+        self._become(Phase.ENDING)
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                if self._work is not None:
-                    self._work.cancel()
-                    await asyncio.gather(self._work, return_exceptions=True)
-                # Side by side: neither a stage nor a ledger that is away keeps the other waiting.
-                outcomes = await asyncio.gather(
-                    self._durable.end(ending.code) if ending.for_good else self._durable.release(),
-                    self._runner.close(),
-                    return_exceptions=True,
-                )
-            for failure in outcomes:
-                if failure is not None:
-                    raise failure
-        except (TimeoutError, LedgerError) as error:
-            log.warning("session ended without its last ledger entry: %s", type(error).__name__)
-        except Exception:
-            log.exception("session ended without its last ledger entry")
+            if ending.parks is not None:
+                # A renewal that comes behind the park would be refused and say nothing of worth.
+                await self._keeper.stop()
+            return await wind_up(ending, self._work, self._durable, self._runner)
         finally:
             await self._keeper.stop()
 
-    def _say_goodbye(self, ending: _Ending) -> None:
+    def _say_goodbye(self, ending: Ending) -> None:
         """Nothing here can fail or wait: whoever waits for the end learns of it."""
         self.phase = Phase.ENDED
-        self.ended_because = Closed(ending.code, ending.detail)
-        if self._greeting is not None:
-            self._greeting.cancel()
-        if self._outbox is not None:
-            last: list[Event] = [self.ended_because]
-            if ending.code not in (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST):
-                last.insert(0, Failure(ending.code, ending.detail))
-            self._outbox.finish(last)
-        self._mailbox.clear()
+        self.ending = ending
+        self._clients.finish(ending.farewell())
         self.ended.set()
-        self._room.set()

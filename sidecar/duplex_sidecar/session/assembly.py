@@ -19,6 +19,7 @@ from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.model.minicpmo45.talker import TALKER_SAMPLING
 from duplex_sidecar.protocol.events import Event
 from duplex_sidecar.session.actor import Recover, SessionActor
+from duplex_sidecar.session.catching_up import NOTHING_SOUNDED, SoundedCodes, sounded_of
 from duplex_sidecar.session.conversation import (
     Conversation,
     Speech,
@@ -34,15 +35,17 @@ from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.open_unit import OpenUnit, decode_open_unit
 from duplex_sidecar.session.opening import facts_of, terms_of
 from duplex_sidecar.session.prompting import Prompter, history_from_ledger
-from duplex_sidecar.session.rows import RetainedUnits, decode_rows
+from duplex_sidecar.session.rows import RetainedUnits, decode_reference, decode_rows
 from duplex_sidecar.session.speaking import Speaker, VoiceSettings
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.session.streams import talker_stream, thinker_stream
 from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.unit import UnitRunner
+from duplex_sidecar.stages.envelope import Tensor
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import SegmentReason
 from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
+from duplex_sidecar.window.state import RebuildCause
 
 StagesOf = Callable[[SessionFacts, Lease, StageSet], StageSet]
 """What one session gets as its stages; a recorder puts itself before them."""
@@ -56,7 +59,8 @@ def as_they_are(facts: SessionFacts, lease: Lease, stages: StageSet) -> StageSet
 @dataclass(frozen=True)
 class Assembly:
     """What all sessions of this replica share. clock_s: what grace times and holds are measured
-    with. rebuild_ahead: open the stream of a slide that is sure to come before its append does."""
+    with. rebuild_ahead: open the stream of a slide that is sure to come before its append does.
+    address: host:port under which others reach this replica's door, "" when nobody asks."""
 
     model: ServedModel
     stages: StageSet
@@ -68,6 +72,7 @@ class Assembly:
     clock_s: Callable[[], float] = time.monotonic
     rebuild_ahead: bool = True
     stages_of: StagesOf = as_they_are
+    address: str = ""
 
     def new_trace(self, session: str) -> SessionTrace:
         return self.tracing.session(session, None, SegmentReason.OPENED)
@@ -82,7 +87,27 @@ class _Parts:
     retained: RetainedUnits
     durable: DurableSession
     keeper: LeaseKeeper
+    loads: "_Loads"
     outlet: "_Outlet"
+    trace_id: Callable[[], str]
+
+
+class _Loads:
+    """A session that was taken up is in memory as the ledger has it: what its recovery needs
+    of it is not read a second time. From the next commit on, and for a new session, it is."""
+
+    def __init__(self, durable: DurableSession, loaded: LoadedSession | None) -> None:
+        self._durable = durable
+        self._loaded = loaded
+
+    async def __call__(self) -> LoadedSession:
+        held = self._loaded
+        if held is not None and held.head.committed_seq == self._durable.head.committed_seq:
+            return held
+        return await self._durable.load()
+
+    def forget(self) -> None:
+        self._loaded = None
 
 
 class _Outlet:
@@ -102,8 +127,10 @@ def assemble_new(
     lease: Lease,
     head: Head,
     trace: SessionTrace,
+    reference: Tensor | None,
 ) -> SessionActor:
-    parts = _parts(shared, draft, lease, head, trace, taken_up=False)
+    """reference: rows of the reference voice, if the draft has positions for them."""
+    parts = _parts(shared, draft, lease, head, trace, RetainedUnits(reference))
     return _actor(shared, draft, parts, conversation, first_speech(), None, None, age_s=0.0)
 
 
@@ -117,9 +144,12 @@ def assemble_recovered(
     accepted = loaded.accepted
     before = accepted[-1].traceparent if accepted else loaded.opening.traceparent
     trace = shared.tracing.session(loaded.session, before, SegmentReason.RESUMED)
-    parts = _parts(shared, loaded.opening, lease, loaded.head, trace, taken_up=True)
     conversation = decode_conversation(loaded.state)
     speech = first_speech() if loaded.voice_state is None else decode_speech(loaded.voice_state)
+    sounded = sounded_of(loaded.marks, speech.turn) if speech.turn_open else NOTHING_SOUNDED
+    blob = loaded.reference_rows
+    retained = RetainedUnits(decode_reference(blob[0]) if blob else None)
+    parts = _parts(shared, loaded.opening, lease, loaded.head, trace, retained, loaded, sounded)
     # The journal is the truth about numbers: an event that was journaled is never numbered again.
     speech = structs.replace(speech, last_sequence=loaded.meta.events_last)
     open_unit = (
@@ -168,6 +198,7 @@ async def _recover(
     finally:
         restoring.cancel()
         await asyncio.gather(restoring, return_exceptions=True)
+        parts.loads.forget()
     return conversation, speech
 
 
@@ -195,8 +226,9 @@ def _parts(
     lease: Lease,
     head: Head,
     trace: SessionTrace,
-    *,
-    taken_up: bool,
+    retained: RetainedUnits,
+    loaded: LoadedSession | None = None,
+    sounded: SoundedCodes = NOTHING_SOUNDED,
 ) -> _Parts:
     facts = facts_of(opening, shared.model)
     stages = shared.stages_of(facts, lease, shared.stages)
@@ -209,10 +241,10 @@ def _parts(
         metrics=shared.metrics,
         clock_s=shared.clock_s,
     )
-    retained = RetainedUnits()
+    loads = _Loads(durable, loaded)
 
     async def pcm_of_units(first: int, last: int) -> list[bytes]:
-        loaded = await durable.load()
+        loaded = await loads()
         return [loaded.media[seq].pcm for seq in range(first, last + 1)]
 
     encoder = EncoderDriver(stages.encoder, lease.session, pcm_of_units)
@@ -229,16 +261,18 @@ def _parts(
         ),
         facts.vocabulary,
         trace,
+        sounded,
     )
     outlet = _Outlet()
     thinker = ThinkerDriver(
         facts,
         stages.thinker,
         thinker_stream(stages, lease.session, lease.fence),
-        Prompter(facts, retained, durable.load),
+        Prompter(facts, retained, loads),
         durable,
         trace,
-        taken_up=taken_up,
+        no_stream_because=_no_stream_because(lease, taken_up=loaded is not None),
+        redo_gate=stages.redo_gate,
         rebuild_ahead=shared.rebuild_ahead,
     )
     runner = UnitRunner(
@@ -252,7 +286,18 @@ def _parts(
         shared.metrics,
         outlet,
     )
-    return _Parts(runner, encoder, retained, durable, keeper, outlet)
+
+    def trace_id() -> str:
+        return trace.traceparent.split("-")[1]
+
+    return _Parts(runner, encoder, retained, durable, keeper, loads, outlet, trace_id)
+
+
+def _no_stream_because(lease: Lease, *, taken_up: bool) -> RebuildCause:
+    """Why the first stream beyond unit 1 comes from a rebuild."""
+    if lease.woken:
+        return RebuildCause.MOVE
+    return RebuildCause.REPLICA_RESTART if taken_up else RebuildCause.ENGINE_RESTART
 
 
 def _actor(
@@ -276,7 +321,11 @@ def _actor(
         conversation=conversation,
         speech=speech,
         desk=InputDesk(
-            UnitFramer(facts.layout.context_tokens, state=framing),
+            UnitFramer(
+                facts.layout.context_tokens,
+                state=framing,
+                high_resolution=terms.camera.high_resolution,
+            ),
             framing.rate_hz,
             terms.camera.frames_per_unit,
         ),
@@ -288,6 +337,7 @@ def _actor(
         recover=recover,
         clock_s=shared.clock_s,
         age_s=age_s,
+        trace_id=parts.trace_id,
     )
     parts.outlet.publish = actor.publish
     return actor

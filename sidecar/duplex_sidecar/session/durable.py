@@ -6,12 +6,13 @@ ledger is away, input is held for `hold_s`, then refused by name until the ledge
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from duplex_sidecar.ledger.call import Head, PendingCall
-from duplex_sidecar.ledger.errors import HeadMismatch, LedgerUnavailable
+from duplex_sidecar.ledger.errors import HeadMismatch, LedgerUnavailable, ServerFull
 from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.media import Trim, UnitMedia
@@ -86,6 +87,17 @@ class DurableSession:
         """Recorded before the unit is submitted again."""
         await self._note(RedoDraft(seq=seq, attempt=attempt, cause=cause))
 
+    async def respeak(self, seq: int) -> int:
+        """Recorded before a committed unit is run again for its sound; how often it was, this time
+        included."""
+        operation = secrets.token_hex(8)
+        started = time.perf_counter()
+        count = await self._while_away(
+            lambda _: self._ledger.count_respeak(self._keeper.lease, seq, operation)
+        )
+        self._count(LedgerCall.NOTE, started)
+        return count
+
     async def journal(self, batch: JournalBatch) -> None:
         """The events are durable when this returns; they leave only while the lease is held."""
 
@@ -115,6 +127,12 @@ class DurableSession:
     async def release(self) -> None:
         """Another replica may go on."""
         await self._release(None)
+
+    async def park(self, reason: str) -> None:
+        """The session waits in the ledger; the lease is given back. Raises HeadMismatch when
+        something is open there that this owner does not know of."""
+        lease, head = self._keeper.lease, self._head
+        await self._while_away(lambda _: self._ledger.park(lease, head, reason))
 
     async def _close_chain(self, reason: str) -> None:
         if self._head.open_seq is None:
@@ -158,8 +176,8 @@ class DurableSession:
             try:
                 answer = await attempt(failed)
                 break
-            except LedgerUnavailable as error:
-                failed = error
+            except (LedgerUnavailable, ServerFull) as error:
+                failed = error if isinstance(error, LedgerUnavailable) else None
                 if self._away_since is None:
                     self._away_since = self._clock_s()
                 if self._keeper.lost_because is not None:

@@ -62,6 +62,7 @@ class EncoderDriver:
             unit=append.seq,
             pcm_s16le=append.pcm_s16le,
             frames=tuple(frame.data for frame in append.frames),
+            high_resolution=append.high_resolution,
             discard=False,
         )
         for attempt in range(1, MAX_TRIES + 1):
@@ -95,6 +96,7 @@ class EncoderDriver:
                     unit=self._through,
                     pcm_s16le=cut_at_mark(pcm, self._mark_samples),
                     frames=(),
+                    high_resolution=False,
                     discard=True,
                 )
             )

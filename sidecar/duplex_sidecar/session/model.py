@@ -1,15 +1,15 @@
 """The model that this replica serves, as far as a session has to know it. Torch-free."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig, read_config
 from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME
 from duplex_sidecar.checkpoint.report import require_complete
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary, read_tokenizer
-from duplex_sidecar.checkpoint.voice import voice_names
+from duplex_sidecar.checkpoint.voice import reference_samples, voice_names
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.envelope import ElementType
@@ -21,7 +21,8 @@ DEFAULT_VOICE = "default"
 @dataclass(frozen=True)
 class ServedModel:
     """fingerprint: names the checkpoint; a session never moves to another one. max_model_tokens,
-    max_talker_tokens: the contract's limits here, at most what the checkpoint allows."""
+    max_talker_tokens: the contract's limits here, at most what the checkpoint allows. references:
+    length of each voice's reference clip, in samples at 16 kHz; absent or 0: it has none."""
 
     config: CheckpointConfig
     vocabulary: Vocabulary
@@ -30,6 +31,7 @@ class ServedModel:
     max_model_tokens: int
     max_talker_tokens: int
     voices: frozenset[str]
+    references: Mapping[str, int] = field(default_factory=dict[str, int])
     bench_script: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -44,6 +46,7 @@ def load_model(settings: SidecarSettings) -> ServedModel:
     folder = Path(settings.checkpoint)
     config = read_config(folder) if settings.load_dummy_weights else require_complete(folder)
     tokenizer = read_tokenizer(folder)
+    voices = voice_names(folder)
     return ServedModel(
         config=config,
         vocabulary=load_vocabulary(folder),
@@ -51,7 +54,8 @@ def load_model(settings: SidecarSettings) -> ServedModel:
         fingerprint=fingerprint_of(folder),
         max_model_tokens=min(settings.max_model_tokens, config.thinker.max_position_embeddings),
         max_talker_tokens=min(settings.max_talker_tokens, config.talker.max_position_embeddings),
-        voices=frozenset(voice_names(folder)),
+        voices=frozenset(voices),
+        references={name: reference_samples(folder, name) for name in voices},
         bench_script=settings.bench_script,
     )
 

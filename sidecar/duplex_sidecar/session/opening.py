@@ -13,7 +13,8 @@ from duplex_api.problems import Problem
 from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampling, ResolvedSession
 from duplex_api.window import ResolvedWindow, WindowStrategy
 from duplex_sidecar.framing.append import NEW_FRAMER
-from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds
+from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds, PromptPart, PromptRows
+from duplex_sidecar.model.minicpmo45.constants import SAMPLES_PER_POSITION
 from duplex_sidecar.model.minicpmo45.context import build_context, layout_ids_of
 from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, Sampling, initial_state
 from duplex_sidecar.session.conversation import Conversation, first_conversation
@@ -39,7 +40,7 @@ def opening_of(
     """The opening record and the state before unit 1."""
     context = build_context(
         resolved.prompt,
-        None,
+        _reference_samples(resolved, model),
         resolved.initial_text,
         model.encode,
         model.vocabulary.special_ids,
@@ -49,11 +50,7 @@ def opening_of(
     draft = OpeningDraft(
         session=session,
         checkpoint=model.fingerprint,
-        parts=(
-            PromptIds(prompt.prefix_ids),
-            PromptIds(prompt.suffix_ids),
-            PromptIds(prompt.marker_ids),
-        ),
+        parts=_parts(prompt),
         voice=voice_of(resolved),
         window=_raw(resolved.window),
         sampling=_raw(resolved.sampling),
@@ -64,6 +61,29 @@ def opening_of(
     )
     policy = initial_state(seeded_text=context.opens_response)
     return draft, first_conversation(policy, NEW_FRAMER)
+
+
+def _parts(prompt: PromptContext) -> tuple[PromptPart, ...]:
+    """Prefix, suffix, marker, and behind them the rows of the reference voice if there are any."""
+    ids = (prompt.prefix_ids, prompt.suffix_ids, prompt.marker_ids)
+    texts = tuple(PromptIds(each) for each in ids)
+    if not prompt.reference_positions:
+        return texts
+    return (*texts, PromptRows(blob=0, rows=prompt.reference_positions))
+
+
+def _reference_samples(resolved: ResolvedSession, model: ServedModel) -> int | None:
+    """Of the clip that stands in the prompt: that of a voice which the session names. One that names
+    none has the model's own voice, and nothing of it in the prompt."""
+    if resolved.voice is None:
+        return None
+    samples = model.references.get(voice_of(resolved), 0)
+    return samples if samples >= SAMPLES_PER_POSITION else None
+
+
+def reference_positions(opening: Opening | OpeningDraft) -> int:
+    """Positions of the reference voice in the session's prompt."""
+    return sum(part.rows for part in opening.parts if isinstance(part, PromptRows))
 
 
 def voice_of(resolved: ResolvedSession) -> str:
@@ -91,6 +111,19 @@ def require_served(resolved: ResolvedSession, model: ServedModel) -> None:
         raise UnservedManifestError(tuple(problems))
 
 
+def differs_from(opening: Opening, resolved: ResolvedSession, model: ServedModel) -> str | None:
+    """The first term in which a manifest asks for something else than the session was opened with;
+    None when a session opened with it would be the same one."""
+    asked, _ = opening_of(opening.session, resolved, model, opening.traceparent)
+    for name in ("voice", "parts", "window", "sampling", "output"):
+        if getattr(opening, name) != getattr(asked, name):
+            return _MANIFEST_WORDS.get(name, name)
+    return None
+
+
+_MANIFEST_WORDS = {"parts": "prompt", "output": "camera"}
+
+
 class UnservedManifestError(ValueError):
     """The manifest is valid, but asks for what this sidecar does not serve."""
 
@@ -105,15 +138,16 @@ def facts_of(opening: Opening | OpeningDraft, model: ServedModel) -> SessionFact
     """What the units read, out of the opening record."""
     prefix, suffix, marker = (part.ids for part in opening.parts if isinstance(part, PromptIds))
     window = msgspec.json.decode(opening.window, type=ResolvedWindow)
+    reference = reference_positions(opening)
     return SessionFacts(
         session=opening.session,
         seed=opening.seed,
         prompt=PromptContext(
-            prefix_ids=prefix, reference_positions=0, suffix_ids=suffix, marker_ids=marker
+            prefix_ids=prefix, reference_positions=reference, suffix_ids=suffix, marker_ids=marker
         ),
         layout=WindowLayout(
-            context_tokens=len(prefix) + len(suffix),
-            prefix_tokens=len(prefix),
+            context_tokens=len(prefix) + reference + len(suffix),
+            prefix_tokens=len(prefix) + reference,
             suffix_tokens=len(suffix),
             marker_tokens=len(marker),
             special_ids=model.vocabulary.special_ids,

@@ -124,7 +124,7 @@ class Prompter:
 
     def _with_ledger(self, seqs: list[int], loaded: LoadedSession, pending: int) -> RetainedUnits:
         """The named units out of the ledger, and the pending unit's rows from memory."""
-        found = RetainedUnits()
+        found = RetainedUnits(self._retained.reference)
         for unit, rows in history_from_ledger(loaded, seqs, self._facts.vocabulary):
             found.put_rows(unit.input.seq, rows)
             found.complete(unit)

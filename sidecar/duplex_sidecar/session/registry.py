@@ -1,58 +1,60 @@
 """All sessions of this replica: opened by the admin API, found by doors, taken up from the ledger.
 
-A client that dials with the token of a session that no replica runs makes this one take it up. That
-is the stand-alone rule; with an operator, placement decides and a refusal is final.
+Stand-alone, a client that dials with the token of a session that no replica runs makes this one
+take it up, which also wakes a parked one. With an operator, placement decides: a dial is told so.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import msgspec
-
 from duplex_api.pool import PoolSpec
 from duplex_api.resolve import ResolvedSession, resolve_session
-from duplex_api.session import DuplexSession
+from duplex_api.session import IMMUTABLE_SESSION_FIELDS, DuplexSession, SessionSpec
 from duplex_api.window import WindowLimits
 from duplex_sidecar.ledger import token as tokens
-from duplex_sidecar.ledger.errors import (
-    LeaseHeld,
-    LeaseSettling,
-    LedgerError,
-    LedgerFull,
-    LedgerUnavailable,
-    SessionEnded,
-    SessionErased,
-    SessionExists,
-    SessionUnknown,
-)
+from duplex_sidecar.ledger.errors import LedgerCorrupt, SchemaTooNew, SessionExists
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.records import Opening
 from duplex_sidecar.ledger.recovery import RefusalCode, Refuse, decide
-from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.session_view import Phase, SessionMeta
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.session.actor import ClientAttachment, SessionActor
+from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.assembly import Assembly, assemble_new, assemble_recovered
+from duplex_sidecar.session.clients import ClientAttachment
 from duplex_sidecar.session.conversation import encode_conversation
-from duplex_sidecar.session.opening import opening_of, require_served
+from duplex_sidecar.session.departures import Departures
+from duplex_sidecar.session.ending import SHUT_DOWN
+from duplex_sidecar.session.opening import (
+    differs_from,
+    opening_of,
+    reference_positions,
+    require_served,
+)
+from duplex_sidecar.session.owners import Owners
+from duplex_sidecar.session.reference import reference_rows
+from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
+from duplex_sidecar.session.roster import Live, Roster
+from duplex_sidecar.session.rows import encode_rows
 from duplex_sidecar.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
 
-ACQUIRE_TIMEOUT_S = 8.0
-_ACQUIRE_POLL_S = 0.1
 MAX_TOKEN_CHARACTERS = 512
 
 
-@dataclass
-class _Live:
-    actor: SessionActor
-    task: asyncio.Task[None]
+@dataclass(frozen=True)
+class Claim:
+    """What comes with an order to run a session. token_sha256: of its client's token. fence: that
+    an operator issued; None stand-alone."""
+
     token_sha256: str
+    fence: int | None = None
 
 
 @dataclass
@@ -67,63 +69,99 @@ class SessionRegistry:
     """Implements `session.port.SessionPort`."""
 
     def __init__(
-        self, assembly: Assembly, ledger: Ledger, slots: int, ready: Callable[[], bool]
+        self,
+        assembly: Assembly,
+        ledger: Ledger,
+        roster: Roster,
+        ready: Callable[[], bool],
+        *,
+        placed: bool = False,
     ) -> None:
+        """placed: an operator says which sessions run here; a dial takes up none."""
         self._assembly = assembly
         self._ledger = ledger
-        self._slots = slots
         self._ready = ready
-        self._live: dict[str, _Live] = {}
-        self._opening: set[str] = set()
+        self._placed = placed
+        self._owners = Owners(ledger, assembly.replica, assembly.address)
         self._doors: dict[str, _Door] = {}
-        self._dead_replicas: set[str] = set()
         self._closed = False
+        self.roster = roster
+        self.departures = Departures(roster, ledger, self._owners)
 
     @property
     def live(self) -> dict[str, SessionActor]:
-        return {session: entry.actor for session, entry in self._live.items()}
-
-    def ids(self) -> set[str]:
-        """Sessions that hold a slot, those being opened included."""
-        return {*self._live, *self._opening}
+        return {session: entry.actor for session, entry in self.roster.live.items()}
 
     @property
     def free_slots(self) -> int:
-        return self._slots - len(self._live) - len(self._opening)
+        return self.roster.free_slots
 
-    def declare_dead(self, replica: str) -> None:
-        """Proof of death: a supervisor saw that replica's process end. Its leases are broken when
-        one of its sessions is asked for."""
-        self._dead_replicas.add(replica)
+    def declare_dead(self, name: str) -> None:
+        """Proof of death of a replica, or of every replica of a pod (its uid): somebody saw it end.
+        Its leases are broken when one of its sessions is asked for."""
+        self._owners.dead.declare(name)
 
     # --- opening ----------------------------------------------------------------------------------
 
     async def open(
-        self, session: str, manifest: DuplexSession, token: str, pool: PoolSpec | None = None
+        self, session: str, manifest: DuplexSession, claim: Claim, pool: PoolSpec | None = None
     ) -> SessionActor:
-        """Idempotent: the same session again returns the running one. pool: whose window presets
+        """Idempotent: the same order again returns the running session. pool: whose window presets
         the session may name.
 
         Raises WindowConfigError, UnknownPresetError and UnservedManifestError for the manifest,
-        ClientError for the rest.
+        PlacementRefused, and ClientError for the rest.
         """
-        if not tokens_acceptable(token):
-            raise ClientError(ErrorCode.INVALID_EVENT, "the token is empty or too long", "token")
         if (complaint := name_complaint(session)) is not None:
             raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
         self._require_open()
         async with self._only_caller(session):
-            entry = self._live.get(session)
-            if entry is not None:
-                if tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
-                    raise ClientError(ErrorCode.UNAUTHORIZED)
-                return entry.actor
             resolved = self._resolved(manifest, pool)
-            with self._slot(session), _typed_refusals():
+            entry = await self._staying(session)
+            if entry is not None:
+                self._require_same_terms(entry, manifest.spec, resolved)
+                if await self._goes_on(entry, claim):
+                    entry.terms = manifest.spec
+                    entry.actor.lifecycle = resolved.lifecycle
+                    return entry.actor
+            self._require_placeable()
+            with self.roster.slot(session), typed_refusals():
                 try:
-                    return await self._create(session, resolved, token)
+                    return await self._create(session, manifest.spec, resolved, claim)
                 except SessionExists:
-                    return await self._take_up(session, await self._token_digest(session, token))
+                    await self._require_right(session, claim)
+                actor = await self._take_up(session, claim, manifest.spec)
+                actor.lifecycle = resolved.lifecycle
+                return actor
+
+    def _require_same_terms(
+        self, entry: Live, spec: SessionSpec, resolved: ResolvedSession
+    ) -> None:
+        if isinstance(entry.terms, SessionSpec):
+            other = first_difference(entry.terms, spec)
+        else:
+            other = differs_from(entry.terms, resolved, self._assembly.model)
+        if other is not None:
+            raise PlacementRefused(Refusal.MANIFEST_CONFLICT, f"it runs with another {other}")
+
+    async def _goes_on(self, entry: Live, claim: Claim) -> bool:
+        """Whether the running session is what is asked for. False: it was let go of, for it is to
+        run under a larger fence. Raises PlacementRefused, ClientError."""
+        fence = entry.actor.lease.fence
+        if claim.fence is not None and claim.fence < fence:
+            raise PlacementRefused(Refusal.STALE_FENCE, f"it runs here under fence {fence}")
+        known = tokens.match_sha256(claim.token_sha256, entry.token_sha256, "")
+        if known is tokens.TokenMatch.NONE:
+            if claim.fence is None:
+                raise ClientError(ErrorCode.UNAUTHORIZED)
+            with typed_refusals():
+                await self._change_token(entry.actor.lease, claim.token_sha256)
+            entry.token_sha256 = claim.token_sha256
+        if claim.fence is not None and claim.fence > fence:
+            entry.actor.let_go()
+            await asyncio.wait({entry.task})
+            return False
+        return True
 
     def _resolved(self, manifest: DuplexSession, pool: PoolSpec | None) -> ResolvedSession:
         model = self._assembly.model
@@ -132,20 +170,27 @@ class SessionRegistry:
         require_served(resolved, model)
         return resolved
 
-    async def _create(self, session: str, resolved: ResolvedSession, token: str) -> SessionActor:
+    async def _create(
+        self, session: str, spec: SessionSpec, resolved: ResolvedSession, claim: Claim
+    ) -> SessionActor:
         assembly = self._assembly
         trace = assembly.new_trace(session)
         draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
-        digest = tokens.token_sha256(token)
+        if reference_positions(draft) and await self._ledger.exists(session):
+            # Known to be there before the encoder is asked: a session is often opened again.
+            raise SessionExists(session, "exists")
+        reference = await reference_rows(assembly.stages.encoder, draft)
         head = await self._ledger.create(
             draft,
             replica=assembly.replica,
-            token_sha256=digest,
+            token_sha256=claim.token_sha256,
             state=encode_conversation(conversation),
+            reference_rows=() if reference is None else (encode_rows(reference),),
+            retention_ms=resolved.lifecycle.retention_ms,
         )
-        lease = await self._acquire(session)
-        actor = assemble_new(assembly, draft, conversation, lease, head, trace)
-        return self._start(session, actor, digest)
+        lease = await self._owners.acquire(session, claim.fence)
+        actor = assemble_new(assembly, draft, conversation, lease, head, trace, reference)
+        return self._start(session, actor, claim.token_sha256, spec)
 
     # --- attaching --------------------------------------------------------------------------------
 
@@ -155,40 +200,67 @@ class SessionRegistry:
         self._require_open()
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
+        digest = tokens.token_sha256(token)
         async with self._only_caller(session):
-            entry = self._live.get(session)
-            if entry is None:
-                with _typed_refusals():
-                    digest = await self._token_digest(session, token)
-                    with self._slot(session):
-                        actor = await self._take_up(session, digest)
-            elif tokens.match(token, entry.token_sha256, "") is tokens.TokenMatch.NONE:
-                raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-            else:
-                actor = entry.actor
+            entry = await self._staying(session)
+            if entry is not None:
+                if tokens.match_sha256(digest, entry.token_sha256, "") is tokens.TokenMatch.NONE:
+                    raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+                return entry.actor.attach(last_sequence)
+            with typed_refusals():
+                meta = await self._require_token(session, digest)
+                self._require_at_home(meta)
+                with self.roster.slot(session):
+                    actor = await self._take_up(session, Claim(meta.token_sha256), None)
             return actor.attach(last_sequence)
 
-    async def _token_digest(self, session: str, token: str) -> str:
-        """The stored hash of the session's token, once the given one has proved right."""
+    def _require_at_home(self, meta: SessionMeta) -> None:
+        """Whether a dial may take the session up here."""
+        if self._placed and meta.phase is Phase.PARKED:
+            raise ClientError(ErrorCode.PARKED)
+        if self._placed:
+            raise ClientError(ErrorCode.LEASE_LOST, "the session does not run on this replica")
+        self._require_placeable()
+
+    async def _require_token(self, session: str, token_sha256: str) -> SessionMeta:
+        """What the ledger has of the session, once the given token has proved right."""
         meta = await self._ledger.reader.meta(session)
         if meta is None or meta.phase is Phase.ERASED:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-        matched = tokens.match(token, meta.token_sha256, meta.token_offered_sha256)
+        matched = tokens.match_sha256(token_sha256, meta.token_sha256, meta.token_offered_sha256)
         if matched is tokens.TokenMatch.NONE:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if meta.phase is Phase.ENDED:
             raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
-        return meta.token_sha256
+        return meta
 
-    async def _take_up(self, session: str, token_sha256: str) -> SessionActor:
-        """Take a session over from the ledger."""
-        lease = await self._acquire(session)
-        loaded = await self._ledger.load(session)
+    async def _require_right(self, session: str, claim: Claim) -> None:
+        """Stand-alone the token is the right to a session; an operator's word is one by itself."""
+        if claim.fence is None:
+            await self._require_token(session, claim.token_sha256)
+
+    async def _take_up(self, session: str, claim: Claim, spec: SessionSpec | None) -> SessionActor:
+        """Take a session over from the ledger, parked or left behind."""
+        lease = await self._owners.acquire(session, claim.fence)
+        try:
+            loaded = await self._ledger.load(session)
+        except (LedgerCorrupt, SchemaTooNew):
+            # Somebody who can read it need not wait for the lease.
+            await self._ledger.release(lease)
+            raise
         decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
         if isinstance(decision, Refuse):
             await self._refuse(lease, decision)
+        if claim.fence is not None and claim.token_sha256 != loaded.meta.token_sha256:
+            await self._change_token(lease, claim.token_sha256)
         actor = assemble_recovered(self._assembly, loaded, decision, lease)
-        return self._start(session, actor, token_sha256)
+        valid = loaded.meta.token_sha256 if claim.fence is None else claim.token_sha256
+        return self._start(session, actor, valid, spec or loaded.opening)
+
+    async def _change_token(self, lease: Lease, token_sha256: str) -> None:
+        """The operator gave the session another token."""
+        await self._ledger.offer_token(lease, token_sha256)
+        await self._ledger.confirm_token(lease, token_sha256)
 
     async def _refuse(self, lease: Lease, refusal: Refuse) -> NoReturn:
         """Nothing is deleted; only a unit that failed too often ends the session."""
@@ -200,69 +272,63 @@ class SessionRegistry:
             code = ErrorCode.SESSION_ENDED
         raise ClientError(code, refusal.reason)
 
-    async def _acquire(self, session: str) -> Lease:
-        """Wait for the lease of a lost owner to run out, or break it where its death is proven."""
-        deadline = asyncio.get_running_loop().time() + ACQUIRE_TIMEOUT_S
-        while True:
-            try:
-                return await self._ledger.acquire(session, self._assembly.replica)
-            except LeaseHeld as held:
-                wait_s = held.remaining_ms / 1000
-                # One that this replica itself holds without running the session was left behind by
-                # a caller that gave up.
-                if held.replica in self._dead_replicas or held.replica == self._assembly.replica:
-                    await self._ledger.break_lease(session, replica=held.replica)
-                    continue
-            except LeaseSettling as settling:
-                wait_s = settling.wait_ms / 1000
-            if asyncio.get_running_loop().time() + min(wait_s, _ACQUIRE_POLL_S) > deadline:
-                raise ClientError(ErrorCode.NOT_READY, "another replica holds the session's lease")
-            await asyncio.sleep(max(0.01, min(wait_s, _ACQUIRE_POLL_S)))
+    # --- leaving ----------------------------------------------------------------------------------
 
-    # --- ending -----------------------------------------------------------------------------------
-
-    async def end(self, session: str) -> bool:
-        """End a running session for good. False when it does not run here."""
-        entry = self._live.get(session)
-        if entry is None:
-            return False
-        await entry.actor.end(ErrorCode.SESSION_ENDED, "ended by the admin API")
-        await asyncio.wait({entry.task})  # then its slot is free, too
-        return True
+    async def end(self, session: str, reason: str = "") -> bool:
+        """See `Departures.end`."""
+        return await self.departures.end(session, reason)
 
     async def close(self) -> None:
         """Let go of all sessions: their ledgers stay open for another replica. None starts any
         more."""
         self._closed = True
-        for entry in self._live.values():
-            entry.actor.let_go()
-        await asyncio.gather(*(entry.task for entry in self._live.values()))
+        await self.departures.let_go_of_all()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _start(self, session: str, actor: SessionActor, token_sha256: str) -> SessionActor:
+    def _start(
+        self,
+        session: str,
+        actor: SessionActor,
+        token_sha256: str,
+        terms: SessionSpec | Opening,
+    ) -> SessionActor:
         def forget(_: asyncio.Task[None]) -> None:
-            del self._live[session]
-            self._assembly.metrics.sessions_live(len(self._live))
-            because = actor.ended_because
-            code = because.code if because else None
-            fields = {"reason": code, "units": actor.conversation.seq}
+            ending = actor.ending or SHUT_DOWN
+            self.roster.leave(session, ending)
+            self._assembly.metrics.sessions_live(len(self.roster.live))
+            fields = {"reason": ending.word, "units": actor.conversation.seq}
             log.info("session no longer runs here", extra={"fields": fields})
 
         with log_context(session=session):  # the task keeps it, and so do those that it starts
             task = asyncio.create_task(actor.run(), name=f"session {session}")
             task.add_done_callback(forget)
             log.info("session runs here", extra={"fields": {"units": actor.conversation.seq}})
-        self._live[session] = _Live(actor, task, token_sha256)
-        self._assembly.metrics.sessions_live(len(self._live))
+        entry = Live(actor, task, token_sha256, terms)
+        self.roster.enter(session, entry)
+        self.departures.told(entry)
+        self._assembly.metrics.sessions_live(len(self.roster.live))
         if self._closed:
             actor.let_go()
             self._require_open()
         return actor
 
+    async def _staying(self, session: str) -> Live | None:
+        """The running session; one that is about to leave is waited for, it ends in bounded
+        time."""
+        entry = self.roster.live.get(session)
+        if entry is not None and entry.actor.leaving:
+            await asyncio.wait({entry.task})
+            entry = None
+        return entry
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
+
+    def _require_placeable(self) -> None:
+        if self.departures.draining:
+            raise PlacementRefused(Refusal.DRAINING, "the replica is being emptied")
 
     @asynccontextmanager
     async def _only_caller(self, session: str) -> AsyncGenerator[None]:
@@ -276,38 +342,13 @@ class SessionRegistry:
             if door.callers == 0:
                 del self._doors[session]
 
-    @contextmanager
-    def _slot(self, session: str) -> Generator[None]:
-        """A slot counts as taken while a session is being opened."""
-        if self.free_slots < 1:
-            raise ClientError(
-                ErrorCode.RESOURCE_EXHAUSTED, f"all {self._slots} slots of this replica are taken"
-            )
-        self._opening.add(session)
-        try:
-            yield
-        finally:
-            self._opening.discard(session)
 
-
-@contextmanager
-def _typed_refusals() -> Generator[None]:
-    """What the ledger says, in the words of the protocol."""
-    try:
-        yield
-    except SessionUnknown:
-        raise ClientError(ErrorCode.SESSION_NOT_FOUND) from None
-    except SessionErased:
-        raise ClientError(ErrorCode.SESSION_ENDED, "the session was erased") from None
-    except SessionEnded as error:
-        raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
-    except LedgerUnavailable as error:
-        raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
-    except LedgerFull as error:
-        raise ClientError(ErrorCode.RESOURCE_EXHAUSTED, error.reason) from error
-    except (LedgerError, msgspec.MsgspecError) as error:
-        log.error("session cannot be opened or taken up: %s", error)
-        raise ClientError(ErrorCode.LEDGER_CORRUPT, str(error)) from error
+def first_difference(one: SessionSpec, other: SessionSpec) -> str | None:
+    """The first of the fields that a session keeps for life in which they differ."""
+    for name in IMMUTABLE_SESSION_FIELDS:
+        if getattr(one, name) != getattr(other, name):
+            return name
+    return None
 
 
 def name_complaint(session: str) -> str | None:

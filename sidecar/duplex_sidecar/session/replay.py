@@ -11,10 +11,11 @@ async def replay_after(
     ledger: Ledger, session: str, seen: int
 ) -> tuple[list[Sequenced], ResyncRequired | None]:
     """All events after `seen` that are still in the journal. Where some of them are gone, or the
-    journal never had `seen`, the client is told which event follows instead. Raises LedgerError."""
+    journal never had `seen` or has lost it, the client is told which follows instead. Raises
+    LedgerError."""
     resync: ResyncRequired | None = None
     replay: list[Sequenced] = []
-    last = seen
+    last, rewound = seen, False
     for _ in range(_TRIES):
         found = await ledger.events_after(session, last)
         while not found.resync_required:
@@ -26,6 +27,7 @@ async def replay_after(
         meta = await ledger.reader.meta(session)
         known = meta is not None and last <= found.last_seq
         last = meta.events_first - 1 if known and meta is not None else found.last_seq
-        resync = ResyncRequired(seen, last + 1)
+        rewound = rewound or last < seen
+        resync = ResyncRequired(seen, last + 1, rewound)
         replay.clear()
     return replay, resync

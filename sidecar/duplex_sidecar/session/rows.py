@@ -34,6 +34,8 @@ class StoredRows(msgspec.Struct, frozen=True):
 
 encode_rows = msgspec.msgpack.Encoder().encode
 decode_rows = msgspec.msgpack.Decoder(StoredRows).decode
+decode_reference = msgspec.msgpack.Decoder(Tensor).decode
+"""The opening's blob with the rows of the reference voice (`encode_rows` makes it)."""
 
 
 class RowsMissing(LookupError):
@@ -68,7 +70,9 @@ def split_chunks(rows: EncoderRows, chunks: int, blocks: tuple[BlockKind, ...]) 
 class RetainedUnits:
     """History and rows of the units that the window still holds, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference: Tensor | None = None) -> None:
+        """reference: rows of the reference voice, which stand in every whole prompt."""
+        self.reference = reference
         self._history: dict[int, HistoryUnit] = {}
         self._rows: dict[int, StoredRows] = {}
 
@@ -114,6 +118,10 @@ class RetainedUnits:
         )
 
     def _look_up(self, part: MediaPart) -> Tensor:
+        if part.kind is MediaKind.REFERENCE:
+            if self.reference is None or self.reference.shape[0] != part.length:
+                raise RowsMissing("no rows of the reference voice")
+            return self.reference
         rows = self._rows.get(part.unit)
         if rows is None:
             raise RowsMissing(f"no rows of unit {part.unit}")

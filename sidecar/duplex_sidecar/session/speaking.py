@@ -2,8 +2,9 @@
 
 Works on `Speech` snapshots: `voice` returns the next one and keeps only what can be lost (streams,
 the last condition's rows). A lost Talker stream is rebuilt from the previous condition and its
-codes where they are still at hand, else from the present condition alone; a lost or refused vocoder
-stream starts a new epoch at chunk 0. Both change how it sounds at the seam, never what is said.
+codes where they are still at hand, else from the present condition alone: that changes how it
+sounds, never what is said. A lost or refused vocoder stream starts a new epoch that first hears
+what sounded of the turn, muted (`session.catching_up`).
 """
 
 import contextlib
@@ -18,11 +19,11 @@ from duplex_sidecar.model.minicpmo45.producer import (
     Chunk,
     CodeRecord,
     ProducerState,
-    new_epoch,
     produce_unit,
 )
 from duplex_sidecar.model.minicpmo45.talker_context import PromptAction, plan_condition
 from duplex_sidecar.model.minicpmo45.vocabulary import TextPiece, Vocabulary
+from duplex_sidecar.session.catching_up import NOTHING_SOUNDED, SoundedCodes, begin_again
 from duplex_sidecar.session.conversation import Speech
 from duplex_sidecar.session.stages import StageSet, wait_ready
 from duplex_sidecar.session.streams import LOST, TalkerStream
@@ -105,12 +106,15 @@ class Speaker:
         settings: VoiceSettings,
         vocabulary: Vocabulary,
         trace: SessionTrace,
+        sounded: SoundedCodes = NOTHING_SOUNDED,
     ) -> None:
+        """sounded: of the present turn, where another owner began it."""
         self._stages = stages
         self._stream = stream
         self._settings = settings
         self._vocabulary = vocabulary
         self._trace = trace
+        self._sounded = sounded
         self._last_condition: Condition | None = None
         self._opened: tuple[int, int] | None = None
         """(stage generation, epoch) that Code2Wav has open for this session."""
@@ -243,19 +247,22 @@ class Speaker:
         unit: int,
         watch: UnitWatch,
     ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
+        muted: tuple[Chunk, ...] = ()
+        cause = EpochCause.OPEN if producer.epoch == 0 else EpochCause.TURN_END
         if producer.sequence and not self._is_open(producer.epoch):
-            producer = new_epoch(producer)
+            muted, producer = begin_again(producer, self._sounded)
             cause = EpochCause.RECOVERY
-        else:
-            cause = EpochCause.OPEN if producer.epoch == 0 else EpochCause.TURN_END
         for attempt in (1, 2):
             outputs, after = produce_unit(producer, record)
             try:
+                for chunk in muted:
+                    await self._sound(chunk, record, turn, unit, cause, watch)
                 sound = [
                     await self._sound(output, record, turn, unit, cause, watch)
                     for output in outputs
                     if isinstance(output, Chunk)
                 ]
+                self._remember(record, sound)
                 return tuple(sound), after
             except StageError as error:
                 watch.trace.stage_fault(StageName.CODE2WAV, error.fault)
@@ -267,8 +274,16 @@ class Speaker:
                     cause = EpochCause.VIOLATION
                     watch.metrics.envelope_refused(error.fault)
                 await wait_ready(self._stages.code2wav, StageName.CODE2WAV)
-                producer = new_epoch(producer)
+                muted, producer = begin_again(producer, self._sounded)
         raise AssertionError("unreachable")
+
+    def _remember(self, record: CodeRecord, sound: list[SoundChunk]) -> None:
+        """What a new epoch of this turn would have to hear first."""
+        if record.turn_end:
+            self._sounded = NOTHING_SOUNDED
+            return
+        new = (one.chunk.codes[one.chunk.left_context :] for one in sound if one.samples)
+        self._sounded = self._sounded.then(new)
 
     def _is_open(self, epoch: int) -> bool:
         return self._opened == (self._stages.code2wav.generation, epoch)

@@ -1,7 +1,7 @@
 """The four stages as one session uses them, and the wait for one that restarts."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.stages.errors import StageError, StageFault
@@ -26,6 +26,9 @@ class StageSet:
     code2wav: Code2WavStage
     thinker_spare: SpareSeats
     talker_spare: SpareSeats
+    redo_gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Units of all sessions are submitted again to the Thinker one at a time: one that ends the
+    engine takes no other redo with it, whose attempts are as limited."""
 
 
 async def wait_ready(stage: Stage, name: str) -> None:

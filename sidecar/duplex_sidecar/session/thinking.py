@@ -4,6 +4,7 @@ A lost stream costs time, never a token: the unit is submitted again, recorded f
 rules and so the same draws, as a whole prompt rendered from the same records.
 """
 
+import asyncio
 import time
 
 from duplex_sidecar.framing.append import Append
@@ -45,11 +46,13 @@ class ThinkerDriver:
         durable: DurableSession,
         trace: SessionTrace,
         *,
-        taken_up: bool,
+        redo_gate: asyncio.Lock,
+        no_stream_because: RebuildCause,
         rebuild_ahead: bool,
     ) -> None:
-        """taken_up: from another owner; this one's first stream then comes from a rebuild.
-        rebuild_ahead: open the stream of a slide that is sure to come before its append does."""
+        """redo_gate: see `StageSet`. no_stream_because: why a first stream beyond unit 1 comes from
+        a rebuild. rebuild_ahead: open the stream of a slide that is sure to come before its append
+        does."""
         self._facts = facts
         self._stage = stage
         self._stream = stream
@@ -57,9 +60,8 @@ class ThinkerDriver:
         self._durable = durable
         self._trace = trace
         self._ahead = RebuildAhead(facts, stream, prompter, trace, enabled=rebuild_ahead)
-        self._no_stream_because = (
-            RebuildCause.REPLICA_RESTART if taken_up else RebuildCause.ENGINE_RESTART
-        )
+        self._redo_gate = redo_gate
+        self._no_stream_because = no_stream_because
 
     def plan(self, before: Conversation, append: Append) -> Planned:
         """How the append is to reach the Thinker. Raises SessionOver when it does not fit."""
@@ -82,8 +84,8 @@ class ThinkerDriver:
         watch: UnitWatch,
         attempt: int,
     ) -> Answered:
-        """Submit the append, again if its stream is lost. Raises StageError, RenderError,
-        RowsMissing, LedgerError."""
+        """Submit the append, again if its stream is lost. attempt: larger than 1 where another
+        owner has submitted it. Raises StageError, RenderError, RowsMissing, LedgerError."""
         rules = UnitRules(
             policy=before.policy,
             is_speech=append.is_speech,
@@ -93,10 +95,16 @@ class ThinkerDriver:
             seed=unit_seed(self._facts, append.seq),
             bench_script=self._facts.scripted_ids(append.seq),
         )
+        cause = RebuildCause.REPLICA_RESTART
         while True:
-            if isinstance(planned.plan, Extend) and append.seq > 1 and not self._stream.live:
-                planned = self.plan(before, append)
             try:
+                if attempt > 1:
+                    planned, answer = await self._resubmit(
+                        before, append, rules, watch, attempt, cause
+                    )
+                    break
+                if isinstance(planned.plan, Extend) and append.seq > 1 and not self._stream.live:
+                    planned = self.plan(before, append)
                 with watch.step(StepName.THINKER):
                     answer = await self._submit(before, append, planned, rules, watch)
                 break
@@ -104,10 +112,7 @@ class ThinkerDriver:
                 watch.trace.stage_fault(StageName.THINKER, error.fault)
                 if error.fault not in _MENDED or attempt >= MAX_ATTEMPTS:
                     raise
-            await wait_ready(self._stage, StageName.THINKER)
-            attempt += 1
-            await self._durable.redo(append.seq, attempt, RebuildCause.ENGINE_RESTART)
-            planned = self.plan(before, append)
+            attempt, cause = attempt + 1, RebuildCause.ENGINE_RESTART
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, planned.plan, planned.window)
 
@@ -130,24 +135,48 @@ class ThinkerDriver:
             forced_ids=token_ids,
         )
         window = after.window
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        while True:
             rebuild = Rebuild(
                 self._no_stream_because, 0, 0, None, window.previous_ids, window.prompt_tokens
             )
+            parts = await self._prompter.whole_prompt(window, pending)
             try:
-                with watch.step(StepName.THINKER):
-                    parts = await self._prompter.whole_prompt(window, pending)
-                    answer = await self._rebuild(after.seq, rebuild, parts, rules, after, watch)
+                async with self._redo_gate:
+                    await wait_ready(self._stage, StageName.THINKER)
+                    await self._count_respeak(after.seq)
+                    with watch.step(StepName.THINKER):
+                        answer = await self._rebuild(after.seq, rebuild, parts, rules, after, watch)
                 break
             except StageError as error:
                 watch.trace.stage_fault(StageName.THINKER, error.fault)
-                if error.fault not in _MENDED or attempt == MAX_ATTEMPTS:
+                if error.fault not in _MENDED:
                     raise
-            await wait_ready(self._stage, StageName.THINKER)
-        else:
-            raise AssertionError("the loop ends by break or raise")
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, rebuild, window)
+
+    async def _resubmit(
+        self,
+        before: Conversation,
+        append: Append,
+        rules: UnitRules,
+        watch: UnitWatch,
+        attempt: int,
+        cause: RebuildCause,
+    ) -> tuple[Planned, ThinkerAnswer]:
+        """Counted before it is submitted, to an engine that stands."""
+        async with self._redo_gate:
+            await wait_ready(self._stage, StageName.THINKER)
+            await self._durable.redo(append.seq, attempt, cause)
+            planned = self.plan(before, append)
+            with watch.step(StepName.THINKER):
+                return planned, await self._submit(before, append, planned, rules, watch)
+
+    async def _count_respeak(self, seq: int) -> None:
+        """The same for a committed unit. Raises SessionOver when it was tried often enough."""
+        if await self._durable.respeak(seq) > MAX_ATTEMPTS:
+            raise SessionOver(
+                ErrorCode.UNIT_FAILED, f"unit {seq} could not be spoken in {MAX_ATTEMPTS} attempts"
+            )
 
     async def close(self) -> None:
         await self._ahead.close()

@@ -58,7 +58,7 @@ from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import StageName, StepName, UnitDecision
 from duplex_sidecar.telemetry.traces import SessionTrace
 from duplex_sidecar.window.render import RenderError
-from duplex_sidecar.window.state import Rebuild, RebuildCause
+from duplex_sidecar.window.state import Rebuild
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,6 @@ class UnitRunner:
         append = open_unit.append
         with self._unit(append.seq, speech, redo_of=traceparent) as watch:
             self._retained.put_rows(append.seq, rows)
-            await self._durable.redo(append.seq, attempt, RebuildCause.REPLICA_RESTART)
             planned = self._thinker.plan(before, append)
             return await self._answer(before, speech, open_unit, rows, planned, watch, attempt)
 

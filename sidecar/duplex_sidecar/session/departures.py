@@ -1,0 +1,140 @@
+"""How sessions leave this replica: parked, ended, erased, or all of them because it is emptied."""
+
+import asyncio
+import logging
+
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling, SessionEnded, SessionErased
+from duplex_sidecar.ledger.records import ClosedDraft
+from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.session.ending import END_TIMEOUT_S
+from duplex_sidecar.session.owners import Owners
+from duplex_sidecar.session.parking import ParkReason
+from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
+from duplex_sidecar.session.roster import Live, Roster
+
+log = logging.getLogger(__name__)
+
+PARK_GRACE_S = 2.0
+"""How long a park call waits for the end of the present turn."""
+PARK_UNIT_S = 3.0
+"""How long it waits for the present unit after that, before the session counts as busy."""
+
+
+class Departures:
+    def __init__(self, roster: Roster, ledger: Ledger, owners: Owners) -> None:
+        self._roster = roster
+        self._ledger = ledger
+        self._owners = owners
+        self._empty_by_s: float | None = None
+        """On the loop's clock: when the grace of a drain is over."""
+
+    @property
+    def draining(self) -> bool:
+        return self._empty_by_s is not None
+
+    # --- one session ------------------------------------------------------------------------------
+
+    async def park(
+        self, session: str, *, grace_s: float = PARK_GRACE_S, unit_s: float = PARK_UNIT_S
+    ) -> None:
+        """Returns when the session waits in the ledger; also when it did before.
+
+        Raises PlacementRefused SESSION_BUSY when a unit does not end in time (the wish is taken
+        back), ClientError when the session runs elsewhere, is over or unknown.
+        """
+        entry = self._roster.live.get(session)
+        if entry is None:
+            await self._require_parked(session)
+            return
+        for patience_s, wait_s in ((grace_s, grace_s), (0.0, unit_s)):
+            entry.actor.wish_to_park(ParkReason.REQUESTED, patience_s)
+            await asyncio.wait({entry.task}, timeout=wait_s)
+        if not entry.actor.leaving:
+            entry.actor.withdraw_wish(ParkReason.REQUESTED)
+            raise PlacementRefused(Refusal.SESSION_BUSY, "a unit is under way for too long")
+        await asyncio.wait({entry.task})
+        ending = entry.actor.ending
+        assert ending is not None  # its task is over
+        if ending.parks is None:
+            raise ClientError(ending.code, ending.detail)
+
+    async def _require_parked(self, session: str) -> None:
+        with typed_refusals():
+            meta = await self._ledger.reader.meta(session)
+        if meta is None or meta.phase is Phase.ERASED:
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
+        if meta.phase is Phase.ENDED:
+            raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
+        if meta.phase is not Phase.PARKED:
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND, "the session does not run here")
+
+    async def end(self, session: str, reason: str = "") -> bool:
+        """End a session for good that runs here, or that nobody runs. False: there is none such.
+        reason: a short word for the ledger. Raises ClientError while the ledger is away."""
+        entry = self._roster.live.get(session)
+        if entry is not None:
+            detail = f"ended: {reason}" if reason else "ended by the admin API"
+            await entry.actor.end(ErrorCode.SESSION_ENDED, detail, reason)
+            await asyncio.wait({entry.task})  # then its slot is free, too
+            return True
+        with typed_refusals():
+            return await self._end_unattended(session, reason or ErrorCode.SESSION_ENDED.value)
+
+    async def _end_unattended(self, session: str, reason: str) -> bool:
+        meta = await self._ledger.reader.meta(session)
+        if meta is None or meta.phase not in (Phase.OPEN, Phase.PARKED):
+            return False
+        try:
+            lease = await self._ledger.acquire(session, self._owners.replica)
+        except (LeaseHeld, LeaseSettling, SessionEnded, SessionErased):
+            return False
+        head = (await self._ledger.load(session)).head
+        if head.open_seq is None:
+            await self._ledger.note(lease, head, ClosedDraft(seq=head.committed_seq, reason=reason))
+        await self._ledger.release(lease, ended=reason)
+        return True
+
+    async def erase(self, session: str) -> None:
+        """Tombstone first, then whoever runs it here is told. May be repeated. Raises ClientError
+        while the ledger is away."""
+        with typed_refusals():
+            await self._ledger.erase(session)
+        entry = self._roster.live.get(session)
+        if entry is not None:
+            await entry.actor.drop_erased()
+            await asyncio.wait({entry.task})
+
+    # --- all of them ------------------------------------------------------------------------------
+
+    def drain(self, grace_s: float) -> None:
+        """Take no new session, park each at its next turn end or at the grace's end. A repeat only
+        ever shortens the grace."""
+        by_s = asyncio.get_running_loop().time() + grace_s
+        self._empty_by_s = min(by_s, self._empty_by_s or by_s)
+        for entry in self._roster.live.values():
+            self.told(entry)
+        self._roster.changed()
+
+    def told(self, entry: Live) -> None:
+        """A session of a replica that may be draining."""
+        if self._empty_by_s is not None:
+            left_s = self._empty_by_s - asyncio.get_running_loop().time()
+            entry.actor.wish_to_park(ParkReason.DRAIN, max(0.0, left_s))
+
+    async def drained(self) -> bool:
+        """Returns when no session is left, or none will go any more; whether it is empty."""
+        if self._empty_by_s is None:
+            return not self._roster.live
+        loop = asyncio.get_running_loop()
+        until_s = self._empty_by_s + PARK_UNIT_S + END_TIMEOUT_S
+        while self._roster.live and (left_s := until_s - loop.time()) > 0:
+            await asyncio.wait({entry.task for entry in self._roster.live.values()}, timeout=left_s)
+        return not self._roster.live
+
+    async def let_go_of_all(self) -> None:
+        """Their ledgers stay open for another replica."""
+        for entry in self._roster.live.values():
+            entry.actor.let_go()
+        await asyncio.gather(*(entry.task for entry in self._roster.live.values()))

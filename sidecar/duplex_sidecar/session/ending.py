@@ -1,0 +1,131 @@
+"""How a session stops running here: why, what the ledger is told, what the client is told.
+
+Everything in here is bounded in time: whoever waits for a session's end gets it.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from duplex_sidecar.ledger.errors import (
+    LeaseLost,
+    LedgerError,
+    LedgerFull,
+    LedgerRegressed,
+    SessionErased,
+)
+from duplex_sidecar.protocol.errors import ErrorCode
+from duplex_sidecar.protocol.events import Closed, Event, Failure
+from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.facts import SessionOver
+from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
+from duplex_sidecar.session.unit import UnitRunner
+
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+_QUIET = (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST, ErrorCode.PARKED)
+"""No error comes before these: they are what somebody wanted."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why it is over here. for_good: the ledger is to say so, no replica goes on with it. parks:
+    it is to wait in the ledger. reason: a short word for ledger and feed, the code where none is
+    given."""
+
+    code: ErrorCode
+    detail: str
+    for_good: bool = False
+    parks: ParkReason | None = None
+    reason: str = ""
+
+    @property
+    def word(self) -> str:
+        return self.reason or self.code.value
+
+    def farewell(self) -> list[Event]:
+        """The client's last events."""
+        closed = Closed(self.code, self.detail)
+        return [closed] if self.code in _QUIET else [Failure(self.code, self.detail), closed]
+
+
+SHUT_DOWN = Ending(ErrorCode.LEASE_LOST, "the replica is shutting down")
+
+
+def parked(reason: ParkReason) -> Ending:
+    return Ending(ErrorCode.PARKED, PARK_SENTENCES[reason], parks=reason, reason=reason.value)
+
+
+def ending_of(error: Exception) -> Ending:
+    """What an error of the session's own task means for it."""
+    match error:
+        case SessionOver():
+            return Ending(error.code, error.detail, for_good=True)
+        case LeaseLost():
+            log.info("session dropped: %s", error.reason)
+            return Ending(ErrorCode.LEASE_LOST, "another replica runs the session")
+        case SessionErased():
+            log.info("session dropped: %s", error.reason)
+            return Ending(ErrorCode.SESSION_ENDED, "the session was erased", reason="erased")
+        case LedgerFull():
+            log.error("session dropped: %s", error)
+            return Ending(ErrorCode.RESOURCE_EXHAUSTED, f"ledger: {error.reason}")
+        case LedgerRegressed():
+            log.error("session dropped: %s", error)
+            detail = "the ledger lost its newest part; resume to go on from what is left"
+            return Ending(ErrorCode.LEASE_LOST, detail, reason="ledger_regressed")
+        case LedgerError():
+            log.error("session dropped: %s: %s", type(error).__name__, error)
+            return Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__)
+        case _:
+            log.error("session failed", exc_info=error)
+            return Ending(ErrorCode.UNIT_FAILED, "internal error", for_good=True)
+
+
+async def wind_up(
+    ending: Ending,
+    work: "asyncio.Task[None] | None",
+    durable: DurableSession,
+    runner: UnitRunner,
+) -> Ending:
+    """Stop the work, end the streams, give the lease back. Returns how it ended indeed: a session
+    that could not park is let go of, so that any replica can take it up."""
+    written = False
+
+    async def write() -> None:
+        nonlocal written
+        await _last_write(ending, durable)
+        written = True
+
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            if work is not None:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+            # Side by side: neither a stage nor a ledger that is away keeps the other waiting.
+            outcomes = await asyncio.gather(write(), runner.close(), return_exceptions=True)
+        for failure in outcomes:
+            if failure is not None:
+                raise failure
+    except (TimeoutError, LedgerError) as error:
+        what = "its streams" if written else "its last ledger entry"
+        log.warning("session ended without %s: %s", what, type(error).__name__)
+    except Exception:
+        log.exception("session ended in disorder")
+    if written or ending.parks is None:
+        return ending
+    return replace(SHUT_DOWN, detail="the session could not park")
+
+
+async def _last_write(ending: Ending, durable: DurableSession) -> None:
+    if ending.parks is not None:
+        try:
+            await durable.park(ending.parks)
+        except LedgerError:
+            await durable.release()
+            raise
+    elif ending.for_good:
+        await durable.end(ending.word)
+    else:
+        await durable.release()

@@ -1,0 +1,67 @@
+"""Taking the lease of a session: waiting for a lost owner, or breaking the lease of a dead one."""
+
+import asyncio
+from collections import OrderedDict
+
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
+from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+
+ACQUIRE_TIMEOUT_S = 8.0
+_ACQUIRE_POLL_S = 0.1
+MAX_DEAD = 4096
+
+
+class DeadReplicas:
+    """Replicas that are known to be gone: somebody saw their process or their pod end. A replica of
+    a pod is called `<pod uid>-<boot nonce>`. Bounded: the oldest proofs go first, and their leases
+    run out by themselves."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def declare(self, name: str) -> None:
+        """A replica's name, or a pod's uid."""
+        self._names.pop(name, None)
+        self._names[name] = None
+        while len(self._names) > MAX_DEAD:
+            self._names.popitem(last=False)
+
+    def __contains__(self, replica: str) -> bool:
+        return replica in self._names or replica.rpartition("-")[0] in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Owners:
+    def __init__(self, ledger: Ledger, replica: str, address: str) -> None:
+        self._ledger = ledger
+        self.replica = replica
+        self._address = address
+        self.dead = DeadReplicas()
+
+    async def acquire(
+        self, session: str, fence: int | None = None, *, timeout_s: float = ACQUIRE_TIMEOUT_S
+    ) -> Lease:
+        """Wait for the lease of a lost owner to run out, or break it where its death is proven.
+        Raises ClientError NOT_READY after the time, and what the ledger refuses."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                return await self._ledger.acquire(
+                    session, self.replica, fence=fence, address=self._address
+                )
+            except LeaseHeld as held:
+                wait_s = held.remaining_ms / 1000
+                # One that this replica itself holds without running the session was left behind by
+                # a caller that gave up.
+                if held.replica in self.dead or held.replica == self.replica:
+                    await self._ledger.break_lease(session, replica=held.replica)
+                    continue
+            except LeaseSettling as settling:
+                wait_s = settling.wait_ms / 1000
+            if asyncio.get_running_loop().time() + min(wait_s, _ACQUIRE_POLL_S) > deadline:
+                raise ClientError(ErrorCode.NOT_READY, "another replica holds the session's lease")
+            await asyncio.sleep(max(0.01, min(wait_s, _ACQUIRE_POLL_S)))

@@ -1,0 +1,395 @@
+"""The admin API over HTTP, on a port of its own, with TLS: every call, every refusal, the feed, and
+nobody gets in anywhere without the token."""
+
+import asyncio
+import json
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from support.certificates import make_certificate
+
+from duplex_sidecar.admin.api import admin_router, install_error_handlers
+from duplex_sidecar.admin.feed import Feed
+from duplex_sidecar.admin.guard import AdminGuard, guards_all, guards_status
+from duplex_sidecar.admin.tokens import FixedToken
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.token import token_sha256
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from session_kit import TOKEN, Caller, Replica, Terms, replica
+
+pytestmark = pytest.mark.integration
+ADMIN = "admin token"
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_certificate(tmp_path_factory.mktemp("tls"), "duplex")
+
+
+class Server(uvicorn.Server):
+    async def __aenter__(self) -> "Server":
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.task = asyncio.create_task(self._serve([self.listener]))
+        while not self.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.should_exit = True
+        await self.task
+        self.listener.close()
+
+
+@dataclass
+class Pod:
+    """A replica over fake stages behind its admin port."""
+
+    name: str
+    replica: Replica
+    feed: Feed
+    server: Server
+    client: httpx.AsyncClient
+    ready: bool = True
+
+    def hello(self) -> dict[str, Any]:
+        return {
+            "kind": "hello",
+            "replica": self.name,
+            "freeSlots": self.replica.registry.free_slots,
+            "draining": self.replica.registry.departures.draining,
+            "ready": self.ready,
+        }
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        answer = await self.client.request(method, f"/admin/v1{path}", json=body)
+        assert answer.headers["duplex-admin-version"] == "1"
+        found = answer.json()
+        return answer.status_code, found.get("error", found)
+
+    async def put(self, session: str, terms: Terms, **more: Any) -> tuple[int, Any]:
+        manifest = terms.manifest().model_dump_json(by_alias=True, exclude_none=True)
+        body: dict[str, Any] = {"manifest": manifest, **more}
+        if "token" not in body and "tokenHash" not in body:
+            body["token"] = TOKEN
+        return await self.call("PUT", f"/sessions/{session}", body)
+
+
+@asynccontextmanager
+async def pod(
+    url: str, name: str, certificate: tuple[Path, Path], slots: int
+) -> AsyncIterator[Pod]:
+    async with replica(url, name, slots=slots) as running:
+        found: list[Pod] = []
+        feed = Feed(running.registry.roster, lambda: found[0].hello())
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        install_error_handlers(app)
+        app.include_router(admin_router(lambda: running.registry, lambda: found[0].ready, feed))
+        app.add_middleware(AdminGuard, token=FixedToken(ADMIN), guarded=guards_all)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            lifespan="off",
+            ssl_certfile=str(certificate[0]),
+            ssl_keyfile=str(certificate[1]),
+        )
+        async with (
+            Server(config) as server,
+            httpx.AsyncClient(
+                base_url=f"https://127.0.0.1:{server.port}",
+                headers={"authorization": f"Bearer {ADMIN}"},
+                verify=trusting(certificate[0]),
+                timeout=20,
+            ) as client,
+        ):
+            found.append(Pod(name, running, feed, server, client))
+            yield found[0]
+            feed.close()
+
+
+def trusting(cert: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(cert))
+    context.check_hostname = False  # the pod's address is no name of the certificate
+    return context
+
+
+@pytest.fixture
+async def here(
+    valkey: EmbeddedValkey, certificate: tuple[Path, Path], request: pytest.FixtureRequest
+) -> AsyncIterator[Pod]:
+    async with pod(valkey.url, f"pod-{request.node.name[:60]}", certificate, slots=2) as running:
+        yield running
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+async def test_a_session_from_its_order_to_its_end(here: Pod) -> None:
+    status, view = await here.put("whole", Terms("context"), fence=3)
+    assert status == 200
+    assert (view["phase"], view["fence"], view["units"], view["attached"]) == ("ready", 3, 0, False)
+    assert await here.put("whole", Terms("context"), fence=3) == (200, view)
+    caller = Caller("whole")
+    await caller.dial(here.replica)
+    await caller.talk(3)
+    view = (await here.call("GET", "/sessions/whole"))[1]
+    assert (view["phase"], view["units"], view["attached"]) == ("active", 3, True)
+    assert await here.call("POST", "/sessions/whole/park", {}) == (200, {"parked": True})
+    assert await here.call("POST", "/sessions/whole/park", {}) == (200, {"parked": True})
+    assert (await here.call("GET", "/sessions/whole"))[0] == 404
+    status, view = await here.put("whole", Terms("context"), fence=4)
+    assert (status, view["fence"], view["units"]) == (200, 4, 3)
+    await caller.dial(here.replica)
+    await caller.talk(4)
+    view = (await here.call("GET", "/sessions/whole"))[1]
+    assert (view["rebuilds"], view["lastRebuild"]["cause"]) == (1, "move")
+    assert len(view["lastRebuild"]["traceID"]) == 32
+    answer = await here.call("DELETE", "/sessions/whole", {"reason": "deleted"})
+    assert answer == (200, {"ended": True})
+    assert await here.call("DELETE", "/sessions/whole") == (200, {"ended": False})
+    status, error = await here.put("whole", Terms("context"), fence=5)
+    assert (status, error["code"]) == (410, "session_ended")
+    assert await here.call("POST", "/erase/whole") == (200, {"erased": True})
+    assert await here.call("POST", "/erase/whole") == (200, {"erased": True})
+
+
+async def test_the_refusals(here: Pod) -> None:
+    terms = Terms("context")
+    await here.put("one", terms, fence=5)
+    refused: dict[str, tuple[int, str]] = {}
+
+    async def note(what: str, answer: tuple[int, Any]) -> None:
+        refused[what] = (answer[0], answer[1]["code"])
+
+    await note("smaller fence", await here.put("one", terms, fence=4))
+    await note("other manifest", await here.put("one", replace(terms, greedy=True), fence=5))
+    await note("other token", await here.put("one", terms, token="another"))
+    await note("unknown", await here.call("POST", "/sessions/nobody/park", {}))
+    await here.put("two", terms)
+    await note("no slot", await here.put("three", terms))
+    here.ready = False
+    await note("not ready", await here.put("three", terms))
+    here.ready = True
+    await here.call("POST", "/sessions/two/park", {})
+    assert await here.call("POST", "/drain", {"graceSeconds": 60}) == (
+        200,
+        {"draining": True, "sessions": 1},
+    )
+    await note("draining", await here.put("three", terms))
+    assert refused == {
+        "smaller fence": (409, "stale_fence"),
+        "other manifest": (409, "manifest_conflict"),
+        "other token": (403, "unauthorized"),
+        "unknown": (404, "session_not_found"),
+        "no slot": (429, "no_slot"),
+        "not ready": (503, "not_ready"),
+        "draining": (503, "draining"),
+    }
+
+
+async def test_a_token_by_its_hash_alone(here: Pod) -> None:
+    status, _ = await here.put("hashed", Terms("context"), tokenHash=token_sha256(TOKEN))
+    assert status == 200
+    await Caller("hashed").dial(here.replica)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PUT", "/sessions/x", {"manifest": "m"}),
+        ("PUT", "/sessions/x", {"manifest": "m", "token": "t", "tokenHash": "0" * 64}),
+        ("PUT", "/sessions/x", {"manifest": "m", "tokenHash": "0" * 63}),
+        ("PUT", "/sessions/x", {"manifest": "m", "tokenHash": "G" * 64}),
+        ("PUT", "/sessions/x", {"manifest": "m", "token": "t", "fence": 0}),
+        ("PUT", "/sessions/x", {"manifest": "m", "token": "t", "fence": 2**60}),
+        ("POST", "/drain", {}),
+        ("POST", "/drain", {"graceSeconds": -1}),
+        ("POST", "/drain", {"graceSeconds": 10**9}),
+        ("POST", "/dead-replicas", {}),
+        ("POST", "/dead-replicas", {"replica": "a", "podUID": "b"}),
+        ("POST", "/sessions/x/park", {"more": 1}),
+        ("DELETE", "/sessions/x", {"reason": "two words"}),
+    ],
+)
+async def test_what_is_malformed(here: Pod, method: str, path: str, body: Any) -> None:
+    status, error = await here.call(method, path, body)
+    assert (status, error["code"]) == (422, "invalid_request")
+
+
+async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey) -> None:
+    async with replica(valkey.url, "uid-9-b007") as dead:
+        await dead.open("orphan", Terms("context"))
+        await dead.registry.live["orphan"]._keeper.stop()
+        told = {"podUID": "uid-9"}
+        assert await here.call("POST", "/dead-replicas", told) == (200, told)
+        async with asyncio.timeout(2):
+            status, view = await here.put("orphan", Terms("context"), fence=9)
+        assert (status, view["fence"]) == (200, 9)
+
+
+# --- who gets in ----------------------------------------------------------------------------------
+
+EVERYTHING = (
+    ("PUT", "/admin/v1/sessions/x"),
+    ("GET", "/admin/v1/sessions"),
+    ("GET", "/admin/v1/sessions/x"),
+    ("POST", "/admin/v1/sessions/x/park"),
+    ("DELETE", "/admin/v1/sessions/x"),
+    ("POST", "/admin/v1/erase/x"),
+    ("POST", "/admin/v1/drain"),
+    ("POST", "/admin/v1/dead-replicas"),
+    ("GET", "/admin/v1/feed"),
+    ("GET", "/"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+)
+
+
+@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", f"Basic {ADMIN}", ADMIN])
+async def test_nobody_gets_in_without_the_token(here: Pod, token: str) -> None:
+    headers = {"authorization": token}
+    for method, path in EVERYTHING:
+        answer = await here.client.request(method, path, headers=headers, content=b"{}")
+        assert answer.status_code == 401, (method, path)
+        assert answer.json()["error"]["code"] == "unauthorized"
+    assert here.replica.registry.departures.draining is False
+
+
+async def test_numbers_are_not_for_strangers() -> None:
+    app = FastAPI()
+
+    @app.get("/metrics")
+    @app.get("/statusz")
+    @app.get("/readyz")
+    async def page() -> str:
+        return "numbers"
+
+    app.add_middleware(AdminGuard, token=FixedToken(ADMIN), guarded=guards_status)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
+        for path, status in (("/metrics", 401), ("/statusz", 401), ("/readyz", 200)):
+            assert (await client.get(path)).status_code == status
+            right = await client.get(path, headers={"authorization": f"Bearer {ADMIN}"})
+            assert right.status_code == 200
+
+
+async def test_another_version_is_refused_by_name(here: Pod) -> None:
+    answer = await here.client.get("/admin/v1/sessions", headers={"duplex-admin-version": "2"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_version")
+    assert answer.headers["duplex-admin-version"] == "1"
+    answer = await here.client.get("/admin/v1/sessions", headers={"duplex-admin-version": "1"})
+    assert answer.status_code == 200
+
+
+# --- the feed -------------------------------------------------------------------------------------
+
+
+class Listener:
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.heard: list[dict[str, Any]] = []
+
+    async def until(self, **wanted: Any) -> dict[str, Any]:
+        async with asyncio.timeout(10):
+            async for text in self._lines:
+                line = json.loads(text)
+                self.heard.append(line)
+                if wanted.items() <= line.items():
+                    return line
+        raise AssertionError(f"the feed ended before {wanted}")
+
+
+@asynccontextmanager
+async def listening(here: Pod) -> AsyncIterator[Listener]:
+    async with here.client.stream("GET", "/admin/v1/feed") as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        yield Listener(answer.aiter_lines())
+
+
+async def test_the_feed_tells_what_happens(here: Pod) -> None:
+    await here.put("early", Terms("context"), fence=2)
+    async with listening(here) as one, listening(here) as two:
+        for listener in (one, two):
+            assert (await listener.until(kind="hello"))["replica"] == here.name
+            line = await listener.until(kind="session", session="early")
+            assert (line["phase"], line["fence"], line["units"]) == ("ready", 2, 0)
+            assert line["changed_ms"] > 1_700_000_000_000
+        caller = Caller("early")
+        await caller.dial(here.replica)
+        await caller.talk(2)
+        line = await one.until(session="early", phase="active", units=2)
+        assert (line["attached"], line["ledgerDurable"], line["keepingPace"]) == (True, True, True)
+        await here.call("POST", "/sessions/early/park", {})
+        line = await two.until(session="early", phase="parked")
+        assert (line["reason"], line["fence"], line["units"]) == ("requested", 2, 2)
+        await here.put("early", Terms("context"), fence=3)
+        await two.until(session="early", phase="active", fence=3)
+        await here.call("DELETE", "/sessions/early", {"reason": "deleted"})
+        await one.until(session="early", phase="ended", reason="deleted")
+        await here.call("POST", "/drain", {"graceSeconds": 0})
+        assert await one.until(kind="pod", draining=True)
+        await one.until(kind="beat")
+        here.feed.close()
+        with pytest.raises(AssertionError, match="the feed ended"):
+            await one.until(kind="never")
+    said = json.dumps(one.heard + two.heard)
+    assert TOKEN not in said
+    assert "transcript" not in said
+
+
+async def test_a_listener_that_comes_later_learns_who_left(here: Pod) -> None:
+    await here.put("left", Terms("context"), fence=8)
+    await here.call("POST", "/sessions/left/park", {})
+    async with listening(here) as late:
+        line = await late.until(kind="session", session="left")
+        assert (line["phase"], line["fence"]) == ("parked", 8)
+
+
+async def test_a_listener_that_leaves_makes_room(
+    here: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_sidecar.admin.feed.MAX_LISTENERS", 1)
+    async with listening(here) as one:
+        await one.until(kind="beat")
+        status, error = await here.call("GET", "/feed")
+        assert (status, error["code"]) == (429, "no_slot")
+    async with asyncio.timeout(5):
+        while here.feed.full:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    async with listening(here) as two:
+        await two.until(kind="beat")
+
+
+async def test_a_listener_that_takes_nothing_is_dropped(
+    here: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_sidecar.admin.feed.SEND_TIMEOUT_S", 0.2)
+
+    async def stuck(_: bytes) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await here.feed.pour(stuck)
+    async with listening(here) as other:
+        await other.until(kind="beat")

@@ -1,0 +1,585 @@
+"""Sessions that park and wake: the same tokens, one rebuild, in every window mode; and whatever
+comes at the wrong moment."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.errors import LeaseLost
+from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.token import token_sha256
+from duplex_sidecar.protocol.commands import Heartbeat
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.protocol.events import Closed
+from duplex_sidecar.session import departures
+from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
+from duplex_sidecar.session.refusals import PlacementRefused, Refusal
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from fake_stage import Pause
+from session_kit import (
+    MODES,
+    TOKEN,
+    Caller,
+    Mode,
+    Replica,
+    Terms,
+    check_events,
+    check_prompts,
+    claim,
+    eventually,
+    frames_of,
+    replica,
+    tokens,
+    undisturbed,
+    with_camera,
+)
+
+pytestmark = pytest.mark.integration
+UNITS = 30
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def here(valkey: EmbeddedValkey, clock: Clock) -> AsyncIterator[Replica]:
+    async with replica(valkey.url, "here", clock_s=clock, address="10.0.0.1:8765") as started:
+        yield started
+
+
+@pytest.fixture
+async def there(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
+    async with replica(valkey.url, "there", address="10.0.0.2:8765") as started:
+        yield started
+
+
+async def called(here: Replica, session: str, terms: Terms | None = None) -> Caller:
+    await here.open(session, terms or Terms("context"))
+    caller = Caller(session)
+    await caller.dial(here)
+    return caller
+
+
+async def into_a_turn(here: Replica, caller: Caller, unit: int = 0) -> int:
+    """Talk until the model is in the middle of a reply; the last unit."""
+    actor = here.registry.live[caller.session]
+    while True:
+        unit += 1
+        await caller.talk(unit)
+        await eventually(lambda unit=unit: actor.speech.unit == unit)
+        if actor.speech.turn_open:
+            return unit
+
+
+async def until_told(caller: Caller, reason: ParkReason) -> None:
+    closed = await caller.until(lambda event: isinstance(event, Closed))
+    assert closed == Closed(ErrorCode.PARKED, PARK_SENTENCES[reason])
+
+
+def refusal_of(error: pytest.ExceptionInfo[PlacementRefused]) -> Refusal:
+    return error.value.refusal
+
+
+# --- parking and waking ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("camera", [False, True], ids=["audio", "camera"])
+async def test_a_conversation_that_parks_again_and_again(
+    valkey: EmbeddedValkey, here: Replica, there: Replica, mode: Mode, camera: bool
+) -> None:
+    session = f"parks-{mode}-{camera}"
+    terms = Terms(mode, greedy=True)
+    frames = frames_of if camera else lambda _: ()
+    terms = with_camera(terms) if camera else terms
+    calm, _ = await undisturbed(valkey.url, f"calm-{session}", terms, UNITS, frames=frames)
+    await here.open(session, terms)
+    caller = Caller(session, frames=frames)
+    at = here
+    for unit in range(5, UNITS + 1, 5):
+        opened = await caller.dial(at)
+        assert opened.next_unit == unit - 4
+        assert opened.acknowledged_sample == 16_000 * (unit - 5)
+        await caller.talk(unit)
+        await at.registry.departures.park(session, grace_s=0.1)
+        await until_told(caller, ParkReason.REQUESTED)
+        assert (at.stages.held(), at.registry.free_slots) == ([], 4)
+        meta = await at.ledger.reader.meta(session)
+        assert meta is not None
+        assert (meta.phase, meta.reason) == (Phase.PARKED, "requested")
+        assert (meta.nonce, meta.replica, meta.address) == ("", "", "")
+        at = there if at is here else here
+    check_events(caller)
+    assert await tokens(here.ledger, session) == calm
+    check_prompts([here.stages, there.stages], session, terms, calm, caller, frames)
+    causes = {unit.unit: unit.rebuild_cause for unit in caller.units}
+    assert [causes[unit] for unit in range(6, UNITS, 5)] == ["move"] * 5
+
+
+async def test_a_long_history_without_a_window_parks_too(
+    valkey: EmbeddedValkey, here: Replica, there: Replica
+) -> None:
+    terms = Terms("off")
+    calm, _ = await undisturbed(valkey.url, "calm-long", terms, 122)
+    caller = await called(here, "long", terms)
+    await caller.talk(120)
+    await here.registry.departures.park("long", grace_s=0.1)
+    await caller.dial(there)
+    await caller.talk(122)
+    assert await tokens(there.ledger, "long") == calm
+    check_events(caller)
+    rebuilt = [unit.unit for unit in caller.units if unit.rebuild_cause]
+    assert rebuilt == [121]
+
+
+async def test_a_session_without_a_unit_parks_and_wakes(here: Replica, there: Replica) -> None:
+    caller = await called(here, "empty")
+    await here.registry.departures.park("empty")
+    opened = await caller.dial(there)
+    assert opened.next_unit == 1
+    await caller.talk(2)
+    assert [unit.rebuild_cause for unit in caller.units] == [None, None]
+
+
+async def test_what_is_said_to_a_parked_session_is_refused(here: Replica) -> None:
+    caller = await called(here, "deaf")
+    await caller.talk(2)
+    await here.registry.departures.park("deaf")
+    await until_told(caller, ParkReason.REQUESTED)
+    assert caller.attachment is not None
+    assert await caller.attachment.next_event() is None
+    with pytest.raises(ClientError) as error:
+        await caller.attachment.submit(Heartbeat())
+    assert error.value.code is ErrorCode.PARKED
+
+
+async def test_input_that_nobody_acknowledged_is_sent_again(
+    valkey: EmbeddedValkey, here: Replica, there: Replica
+) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-again", Terms("context"), 12)
+    caller = await called(here, "again")
+    await caller.talk(3)
+    parking = asyncio.create_task(here.registry.departures.park("again"))
+    await caller.say(9)
+    await parking
+    opened = await caller.dial(there)
+    assert opened.next_unit <= 10
+    await caller.talk(12)
+    assert await tokens(there.ledger, "again") == calm
+    check_events(caller)
+
+
+# --- by the clock ---------------------------------------------------------------------------------
+
+
+async def test_a_connected_client_that_says_nothing(here: Replica, clock: Clock) -> None:
+    caller = await called(here, "quiet")
+    await caller.talk(2)
+    clock.now_s += 119
+    await caller.attachment_takes_mail()  # a heartbeat is no input
+    assert here.registry.live["quiet"].ending is None
+    clock.now_s += 2
+    await until_told(caller, ParkReason.PARK_AFTER)
+    await caller.dial(here)
+    await caller.talk(4)
+    check_events(caller)
+
+
+async def test_a_client_that_comes_back_in_time_finds_its_session_running(
+    here: Replica, clock: Clock
+) -> None:
+    caller = await called(here, "back")
+    await caller.talk(2)
+    await caller.hang_up()
+    clock.now_s += 29
+    await caller.dial(here)
+    clock.now_s += 29
+    await caller.talk(3)
+    assert caller.units[-1].rebuild_cause is None
+
+
+async def test_a_turn_of_nobody_is_not_waited_for(here: Replica, clock: Clock) -> None:
+    caller = await called(here, "away")
+    await into_a_turn(here, caller)
+    await caller.hang_up()
+    clock.now_s += 31
+    await eventually(lambda: not here.registry.live)
+    meta = await here.ledger.reader.meta("away")
+    assert meta is not None
+    assert (meta.phase, meta.reason) == (Phase.PARKED, "disconnect_grace")
+
+
+# --- at the wrong moment --------------------------------------------------------------------------
+
+
+async def test_parking_twice_is_parking_once(here: Replica, there: Replica) -> None:
+    caller = await called(here, "twice")
+    await caller.talk(2)
+    park = here.registry.departures.park
+    await asyncio.gather(park("twice"), park("twice"), park("twice"))
+    await park("twice")
+    await there.registry.departures.park("twice")
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("unknown", ErrorCode.SESSION_NOT_FOUND),
+        ("elsewhere", ErrorCode.SESSION_NOT_FOUND),
+        ("over", ErrorCode.SESSION_ENDED),
+        ("erased", ErrorCode.SESSION_NOT_FOUND),
+    ],
+)
+async def test_what_does_not_run_here_cannot_park_here(
+    here: Replica, there: Replica, what: str, code: ErrorCode
+) -> None:
+    session = f"cannot-{what}"
+    if what != "unknown":
+        await there.open(session, Terms("context"))
+    if what == "over":
+        await there.registry.end(session)
+    if what == "erased":
+        await there.registry.departures.erase(session)
+    with pytest.raises(ClientError) as error:
+        await here.registry.departures.park(session)
+    assert error.value.code is code
+
+
+@pytest.mark.parametrize("stage", ["encoder", "thinker", "talker"])
+async def test_a_unit_under_way_keeps_a_session_from_parking(here: Replica, stage: str) -> None:
+    """Not accepted; accepted and not committed; committed and not said."""
+    session = f"busy-{stage}"
+    caller = await called(here, session)
+    unit = 2
+    while True:
+        pause: Pause = getattr(here.stages, stage).pause(unit, after=True)
+        await caller.say(unit)
+        reached = asyncio.create_task(pause.reached.wait())
+        done = asyncio.create_task(caller.until_unit(unit))
+        await asyncio.wait({reached, done}, return_when=asyncio.FIRST_COMPLETED)
+        stands = reached.done()
+        reached.cancel()
+        done.cancel()
+        await asyncio.gather(reached, done, return_exceptions=True)
+        if stands:
+            break
+        unit += 1
+    with pytest.raises(PlacementRefused) as error:
+        await here.registry.departures.park(session, grace_s=0.1, unit_s=0.3)
+    assert refusal_of(error) is Refusal.SESSION_BUSY
+    assert await here.ledger.phase(session) is Phase.OPEN
+    pause.go.set()
+    await caller.talk(unit + 2)  # it goes on: the wish was taken back
+    check_events(caller)
+    await here.registry.departures.park(session)
+    assert await here.ledger.phase(session) is Phase.PARKED
+
+
+async def test_a_session_that_is_taken_up_while_it_parks(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    """Parking and dialling race; whoever wins, the conversation goes on whole."""
+    calm, _ = await undisturbed(valkey.url, "calm-race", Terms("context"), 24)
+    caller = await called(here, "race")
+    for unit in range(2, 25, 2):
+        await caller.talk(unit)
+        parking = asyncio.create_task(here.registry.departures.park("race", grace_s=0.05))
+        for _ in range(unit):
+            await asyncio.sleep(0)
+        await caller.dial(here)
+        await asyncio.gather(parking, return_exceptions=True)
+        if "race" not in here.registry.live:
+            await caller.dial(here)
+    assert await tokens(here.ledger, "race") == calm
+    check_events(caller)
+
+
+async def test_an_owner_that_lost_its_lease_parks_nothing(here: Replica, there: Replica) -> None:
+    caller = await called(here, "stolen")
+    await caller.talk(2)
+    await here.registry.live["stolen"]._keeper.stop()
+    await there.ledger.break_lease("stolen", replica="here")
+    await caller.dial(there)
+    with pytest.raises(ClientError) as error:
+        await here.registry.departures.park("stolen")
+    assert error.value.code is ErrorCode.LEASE_LOST
+    assert await there.ledger.phase("stolen") is Phase.OPEN
+    await caller.talk(4)
+    check_events(caller)
+
+
+async def test_a_park_that_the_ledger_refuses_lets_the_session_go(
+    here: Replica, there: Replica
+) -> None:
+    caller = await called(here, "refused")
+    await caller.talk(2)
+    actor = here.registry.live["refused"]
+    durable = actor._durable
+    durable._head = msgspec.structs.replace(durable.head, hash="0" * 64)
+    with pytest.raises(ClientError) as error:
+        await here.registry.departures.park("refused")
+    assert error.value.code is ErrorCode.LEASE_LOST
+    await caller.dial(there)
+    await caller.talk(4)
+    check_events(caller)
+
+
+# --- draining -------------------------------------------------------------------------------------
+
+
+async def test_draining_four_sessions_in_the_middle_of_their_turns(
+    valkey: EmbeddedValkey, here: Replica, there: Replica
+) -> None:
+    calm, _ = await undisturbed(valkey.url, "calm-drain", Terms("context"), UNITS)
+    callers = [await called(here, f"drain-{number}") for number in range(4)]
+    units = [await into_a_turn(here, caller) for caller in callers]
+    here.registry.departures.drain(60.0)
+    assert len(here.registry.live) == 4
+    with pytest.raises(PlacementRefused) as error:
+        await here.open("late", Terms("context"))
+    assert refusal_of(error) is Refusal.DRAINING
+
+    async def talk_on(caller: Caller, unit: int) -> None:
+        """Until the turn is over and the session says that it has parked."""
+        await caller.say(unit + 12)
+        await until_told(caller, ParkReason.DRAIN)
+        turns = [one for one in caller.units if one.turn]
+        assert turns
+        await caller.dial(there)
+        await caller.talk(UNITS)
+
+    await asyncio.gather(*(talk_on(*pair) for pair in zip(callers, units, strict=True)))
+    assert await here.registry.departures.drained()
+    for caller in callers:
+        assert await tokens(there.ledger, caller.session) == calm
+        check_events(caller)
+
+
+async def test_a_turn_that_does_not_end_is_cut_at_the_end_of_the_grace(
+    here: Replica, clock: Clock
+) -> None:
+    caller = await called(here, "endless")
+    await into_a_turn(here, caller)
+    here.registry.departures.drain(20.0)
+    clock.now_s += 19
+    await caller.attachment_takes_mail()
+    assert "endless" in here.registry.live
+    here.registry.departures.drain(3600.0)  # a repeat puts nothing off
+    clock.now_s += 1.1
+    await until_told(caller, ParkReason.DRAIN)
+    assert await here.registry.departures.drained()
+
+
+async def test_a_drained_replica_takes_nothing_up(here: Replica, there: Replica) -> None:
+    caller = await called(there, "stays")
+    await there.registry.departures.park("stays")
+    here.registry.departures.drain(0.0)
+    with pytest.raises(ClientError) as error:
+        await caller.dial(here)
+    assert error.value.code is ErrorCode.NOT_READY
+    await caller.dial(there)
+
+
+# --- an operator's orders -------------------------------------------------------------------------
+
+
+async def test_a_fence_is_taken_only_if_it_is_larger(here: Replica, there: Replica) -> None:
+    terms = Terms("context")
+    await here.open("fenced", terms, fence=5)
+    actor = here.registry.live["fenced"]
+    assert actor.lease.fence == 5
+    await here.open("fenced", terms, fence=5)
+    assert here.registry.live["fenced"] is actor
+    for fence in (1, 4):
+        with pytest.raises(PlacementRefused) as error:
+            await here.open("fenced", terms, fence=fence)
+        assert refusal_of(error) is Refusal.STALE_FENCE
+    for fence in (4, 5):
+        with pytest.raises(PlacementRefused) as error:
+            await there.open("fenced", terms, fence=fence)
+        assert refusal_of(error) is Refusal.STALE_FENCE
+    await here.open("fenced", terms, fence=9)
+    assert here.registry.live["fenced"] is not actor
+    assert here.registry.live["fenced"].lease.fence == 9
+    await here.registry.departures.park("fenced")
+    with pytest.raises(PlacementRefused):
+        await there.open("fenced", terms, fence=9)
+    await there.open("fenced", terms, fence=10)
+    meta = await there.ledger.reader.meta("fenced")
+    assert meta is not None
+    assert (meta.fence, meta.replica, meta.address) == (10, "there", "10.0.0.2:8765")
+
+
+async def test_an_order_whose_caller_gave_up_is_the_same_order_again(here: Replica) -> None:
+    terms = Terms("context")
+    await here.open("gave-up", terms, fence=3)
+    await here.registry.departures.park("gave-up")
+    first = await here.ledger.acquire("gave-up", "here", fence=4)
+    await here.open("gave-up", terms, fence=4)
+    with pytest.raises(LeaseLost):
+        await here.ledger.renew(first)
+
+
+async def test_with_an_operator_a_dial_takes_nothing_up(
+    valkey: EmbeddedValkey, there: Replica
+) -> None:
+    caller = await called(there, "placed")
+    await caller.talk(1)
+    async with replica(valkey.url, "pod", placed=True) as pod:
+        for token, code in ((TOKEN, ErrorCode.LEASE_LOST), ("wrong", ErrorCode.SESSION_NOT_FOUND)):
+            with pytest.raises(ClientError) as error:
+                await pod.registry.attach("placed", token, None)
+            assert error.value.code is code
+        await there.registry.departures.park("placed")
+        for token, code in ((TOKEN, ErrorCode.PARKED), ("wrong", ErrorCode.SESSION_NOT_FOUND)):
+            with pytest.raises(ClientError) as error:
+                await pod.registry.attach("placed", token, None)
+            assert error.value.code is code
+        await pod.open("placed", Terms("context"), fence=7)
+        await caller.dial(pod)
+        await caller.talk(2)
+        check_events(caller)
+
+
+async def test_another_manifest_for_a_running_session(here: Replica) -> None:
+    terms = Terms("context")
+    await here.open("same", terms)
+    for other in (replace(terms, max_units=7), Terms("off"), replace(terms, greedy=True)):
+        with pytest.raises(PlacementRefused) as error:
+            await here.open("same", other)
+        assert refusal_of(error) is Refusal.MANIFEST_CONFLICT
+    await here.open("same", replace(terms, idle="7m"))
+    assert here.registry.live["same"].lifecycle.idle_timeout_ms == 7 * 60_000
+
+
+async def test_another_manifest_for_a_session_that_a_dial_took_up(here: Replica) -> None:
+    terms = Terms("context")
+    caller = await called(here, "dialled", terms)
+    await here.registry.departures.park("dialled")
+    await caller.dial(here)
+    actor = here.registry.live["dialled"]
+    for other in (replace(terms, max_units=7), with_camera(terms), replace(terms, greedy=True)):
+        with pytest.raises(PlacementRefused) as error:
+            await here.open("dialled", other)
+        assert refusal_of(error) is Refusal.MANIFEST_CONFLICT
+    await here.open("dialled", terms)
+    assert here.registry.live["dialled"] is actor
+
+
+async def test_an_operator_may_give_another_token(here: Replica) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("keys", manifest, claim("one", 1))
+    await here.registry.attach("keys", "one", None)
+    with pytest.raises(ClientError) as error:
+        await here.registry.open("keys", manifest, claim("two"))
+    assert error.value.code is ErrorCode.UNAUTHORIZED
+    await here.registry.open("keys", manifest, claim("two", 1))
+    await here.registry.departures.park("keys")
+    await here.registry.open("keys", manifest, claim("three", 2))
+    for old in ("one", "two"):
+        with pytest.raises(ClientError) as error:
+            await here.registry.attach("keys", old, None)
+        assert error.value.code is ErrorCode.SESSION_NOT_FOUND
+    await here.registry.attach("keys", "three", None)
+    meta = await here.ledger.reader.meta("keys")
+    assert meta is not None
+    assert meta.token_sha256 == token_sha256("three")
+
+
+# --- ending and erasing ---------------------------------------------------------------------------
+
+
+async def test_what_nobody_runs_can_be_ended(here: Replica, there: Replica) -> None:
+    await there.open("waits", Terms("context"))
+    assert not await here.registry.end("waits", "deleted"), "it runs elsewhere"
+    await there.registry.departures.park("waits")
+    assert await here.registry.end("waits", "deleted")
+    meta = await here.ledger.reader.meta("waits")
+    assert meta is not None
+    assert (meta.phase, meta.reason, meta.nonce) == (Phase.ENDED, "deleted", "")
+    assert (await here.ledger.load("waits")).closed is not None
+    assert not await here.registry.end("waits")
+    assert not await here.registry.end("never-was")
+
+
+async def test_a_reason_comes_into_the_ledger(here: Replica) -> None:
+    caller = await called(here, "why")
+    assert await here.registry.end("why", "namespace_deleted")
+    meta = await here.ledger.reader.meta("why")
+    assert meta is not None
+    assert meta.reason == "namespace_deleted"
+    closed = await caller.until(lambda event: isinstance(event, Closed))
+    assert closed == Closed(ErrorCode.SESSION_ENDED, "ended: namespace_deleted")
+
+
+@pytest.mark.parametrize("how", ["live", "parked", "unknown"])
+async def test_erasing(here: Replica, how: str) -> None:
+    session = f"erase-{how}"
+    caller: Caller | None = None
+    if how != "unknown":
+        caller = await called(here, session)
+        await caller.talk(2)
+    if how == "parked":
+        await here.registry.departures.park(session)
+    await here.registry.departures.erase(session)
+    await here.registry.departures.erase(session)
+    assert await here.ledger.phase(session) is Phase.ERASED
+    assert session not in here.registry.live
+    assert here.stages.held() == []
+    with pytest.raises(ClientError):
+        await here.open(session, Terms("context"))
+    if how == "live":
+        assert caller is not None
+        closed = await caller.until(lambda event: isinstance(event, Closed))
+        assert closed == Closed(ErrorCode.SESSION_ENDED, "the session was erased")
+
+
+async def test_dead_pods_are_remembered_but_not_for_ever(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    dead = here.registry._owners.dead
+    for number in range(5000):
+        here.registry.declare_dead(f"pod-{number}")
+    assert len(dead) == 4096
+    assert "pod-4999-0badcafe" in dead
+    assert "pod-4999" in dead
+    assert "pod-1-0badcafe" not in dead
+    async with replica(valkey.url, "uid-7-aaaa") as pod:
+        caller = await called(pod, "orphan")
+        await caller.talk(1)
+        await pod.registry.live["orphan"]._keeper.stop()
+        here.registry.declare_dead("uid-7")
+        async with asyncio.timeout(2):
+            await caller.dial(here)
+
+
+def test_bounds_of_a_park_call() -> None:
+    """An operator's call waits at least so long: docs/admin.md says five seconds."""
+    assert departures.PARK_GRACE_S + departures.PARK_UNIT_S == 5.0
