@@ -1,0 +1,51 @@
+"""The client's side of a call: whole messages, a bound on each wait."""
+
+import asyncio
+import contextlib
+
+from fastapi import WebSocket, WebSocketDisconnect
+
+from duplex_gateway.ending import Ended
+from duplex_gateway.metrics import CallEnd
+from duplex_gateway.wire import Message
+from duplex_sidecar.protocol.errors import ErrorCode
+
+SEND_TIMEOUT_S = 10.0
+FAREWELL_TIMEOUT_S = 2.0
+"""For what tells why a connection is closed; a client that does not read does without."""
+
+
+class ClientSocket:
+    """An accepted connection."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def receive(self) -> Message:
+        """The next message, text or binary. Raises Ended."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise Ended(CallEnd.CLIENT_LEFT)
+        text = message.get("text")
+        return text if text is not None else message.get("bytes") or b""
+
+    async def send(self, message: bytes) -> None:
+        """Raises Ended: the client is gone, or does not read."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._websocket.send_text(message.decode())
+        except TimeoutError:
+            raise Ended.because(CallEnd.SLOW_CLIENT, ErrorCode.SLOW_CONSUMER) from None
+        except (WebSocketDisconnect, RuntimeError):  # starlette: the socket is closed already
+            raise Ended(CallEnd.CLIENT_LEFT) from None
+
+    async def say_goodbye(self, ended: Ended) -> None:
+        """The last messages and the close code, if there is anybody left to hear them."""
+        if ended.close_code is None:
+            return
+        with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                    for message in ended.messages:
+                        await self._websocket.send_text(message.decode())
+            await self._websocket.close(ended.close_code, ended.reason)

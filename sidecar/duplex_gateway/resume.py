@@ -1,0 +1,433 @@
+"""One call over any number of connections to its session: what the client has seen, which of its
+input nobody has made durable yet, what the next connection gets. Pure: no I/O, no clock.
+
+Out: numbered events pass once, in order, without a gap. In: messages are kept until the ledger has
+their samples, as positions in the session's own count of client samples. A new connection says how
+far it has them; the rest is sent again as it was, the message in which that position lies with its
+`from_sample`, so that no sample is heard twice and none is missing.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from duplex_gateway.wire import (
+    GATEWAY_ID_PREFIX,
+    ClientMessage,
+    Facts,
+    InputFormat,
+    Kind,
+    Message,
+    ServerEvent,
+    cleared,
+    heartbeat_ack,
+    read_server_event,
+    with_error_id,
+    with_fields,
+)
+from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
+from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
+
+_ROOM_TO_NAME_BYTES: Final = 256
+"""A message that is nearly as large as may be is not made larger by a name."""
+
+
+class HeldLimits(msgspec.Struct, frozen=True):
+    """What is kept of input that is not durable yet. audio_s, bytes, messages: beyond them nothing
+    more is read for now. due_s: with so much audio on its way an acknowledgement is sure to come,
+    a unit being one second. hard_bytes: beyond them input is refused in any case."""
+
+    audio_s: float = 10.0
+    due_s: float = 2.0
+    bytes: int = 16 * 1024 * 1024
+    hard_bytes: int = 32 * 1024 * 1024
+    messages: int = 4096
+
+
+class Room(StrEnum):
+    FREE = "free"
+    SOON = "soon"
+    """An acknowledgement is due, or the next owner's greeting; it makes room."""
+    NONE = "none"
+
+
+class Pass(StrEnum):
+    """What becomes of a server's message."""
+
+    FORWARD = "forward"
+    DROP = "drop"
+    HOLD = "hold"
+    """It tells why the connection is about to end; whether the client has to know depends on how it
+    ends."""
+    BROKEN = "broken"
+    """A number is missing: this connection cannot be gone on with."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """message: for the client; event: what was read of it."""
+
+    passing: Pass
+    message: bytes
+    event: ServerEvent | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """name: the event id under which the sidecar gets it. cut_from: position of its first sample,
+    where the owner has that sample already. answered: the client has the answer."""
+
+    said: ClientMessage
+    name: str | None
+    samples: int = 0
+    cut_from: int | None = None
+    answered: bool = False
+
+    @property
+    def message(self) -> Message:
+        fields: dict[str, object] = {}
+        if self.name is not None:
+            fields["event_id"] = self.name
+        if self.cut_from is not None:
+            fields["from_sample"] = self.cut_from
+        return with_fields(self.said.message, **fields) if fields else self.said.message
+
+    def end(self, position: int) -> int:
+        """Position behind this message if the session stands at `position` before it."""
+        start = self.said.from_sample
+        if start is None:
+            return position + self.samples
+        if start > position:
+            return position  # a gap: the session refuses it
+        return max(position, start + self.samples)
+
+
+class ResumeState:
+    """Of one client connection. Nothing here waits."""
+
+    def __init__(self, last_sequence: int | None, limits: HeldLimits) -> None:
+        """last_sequence: newest event that the client says it has seen; None: it wants those that
+        come from now on."""
+        self._limits = limits
+        self._last_sequence = last_sequence
+        self._start_sequence = 0
+        self._position = 0
+        """Of the session before the oldest message that is kept."""
+        self._sent: deque[_Item] = deque()
+        """The present owner has it, or is about to; not durable yet."""
+        self._waiting: deque[_Item] = deque()
+        """To be sent to the present or the next owner."""
+        self._base: _Item | None = None
+        """What set the format in force before the oldest message that is kept."""
+        self._base_format = InputFormat()
+        self._newest_format = InputFormat()
+        self._formats_first: deque[_Item] = deque()
+        """Have to be said on this connection before anything else: the one in force, behind those
+        that the client has no answer to."""
+        self._unanswered: dict[Kind, deque[_Item]] = {Kind.FORMAT: deque(), Kind.CLEAR: deque()}
+        self._heartbeats: deque[str | None] = deque()
+        self._held_bytes = self._held_samples = 0
+        self._there_bytes = self._there_samples = 0
+        """Of what is held: known to this owner since it greeted. It may be durable long since, and
+        no acknowledgement need come for it alone."""
+        self._fence = 0
+        self._names = 0
+        self._spoke_since_loss = True
+        self.connected = False
+        self.greeted = False
+        """There was a connection before: the next one is not the client's first."""
+
+    # --- for the client's side ------------------------------------------------------------------
+
+    @property
+    def resume_from(self) -> int | None:
+        """What a connection has to resume behind; None: the client's first, which does not."""
+        if self._last_sequence is None:
+            return self._start_sequence if self.greeted else None
+        return self._last_sequence
+
+    @property
+    def wants_owner(self) -> bool:
+        """The client has said something that a session which sleeps would have to hear."""
+        return self._spoke_since_loss
+
+    @property
+    def fence(self) -> int:
+        """Of the newest owner that there was a connection to; 0 before the first."""
+        return self._fence
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def room(self) -> Room:
+        """Whether one more append may be taken."""
+        limits = self._limits
+        held_bytes = self._held_bytes - self._there_bytes
+        audio_s = (self._held_samples - self._there_samples) / self._newest_format.rate_hz
+        messages = len(self._sent) + len(self._waiting)
+        if held_bytes >= limits.hard_bytes or messages >= 3 * limits.messages:
+            return Room.NONE
+        enough = held_bytes >= limits.bytes or messages >= 2 * limits.messages
+        if audio_s < limits.audio_s and not enough:
+            return Room.FREE
+        due = audio_s >= limits.due_s or not self.connected
+        return Room.SOON if due else Room.FREE
+
+    def take(self, said: ClientMessage) -> list[bytes]:
+        """A client's message, to be sent in its turn. Returns what answers it at once."""
+        if said.kind is Kind.HEARTBEAT and not self.connected:
+            return [heartbeat_ack(said.event_id)]
+        item = _Item(said, self._name(said))
+        if said.kind is Kind.APPEND:
+            item.samples = self._newest_format.samples(max(0, said.payload_bytes))
+        elif said.format is not None:
+            self._newest_format = said.format
+        self._waiting.append(item)
+        self._held_bytes += said.size_bytes
+        self._held_samples += item.samples
+        self._spoke_since_loss = True
+        return []
+
+    # --- for the owner's side -------------------------------------------------------------------
+
+    def connect(self, fence: int, facts: Facts) -> list[bytes]:
+        """A connection to the owner of that fence stands, and has greeted with these facts. Returns
+        answers that the client is still owed and nobody else will give."""
+        self.connected = True
+        another, self._fence = fence > self._fence, max(fence, self._fence)
+        if not self.greeted:
+            self.greeted = True
+            self._start_sequence = facts.last_sequence
+            self._position = facts.acknowledged_sample
+            self._base_format = InputFormat(rate_hz=facts.input_rate_hz)
+            self._reckon_samples()
+            return []
+        for item in self._waiting:
+            item.cut_from = None
+        # A ledger that was rewound: what is no longer kept is lost, the rest follows what is left.
+        self._position = min(self._position, facts.acknowledged_sample)
+        owed = self._skip_what_is_there(facts.acknowledged_sample)
+        if another:
+            # What a new owner has it has from the ledger.
+            self._trim(facts.acknowledged_sample)
+        self._there_bytes = sum(item.said.size_bytes for item in self._sent)
+        self._there_samples = sum(item.samples for item in self._sent)
+        return owed
+
+    def lose(self) -> list[bytes]:
+        """The connection is gone. Returns what the client waits for and may be told without it."""
+        self.connected = False
+        self._spoke_since_loss = any(i.said.kind is not Kind.HEARTBEAT for i in self._waiting)
+        acks = [heartbeat_ack(event_id) for event_id in self._heartbeats]
+        for item in [i for i in self._waiting if i.said.kind is Kind.HEARTBEAT]:
+            acks.append(heartbeat_ack(item.said.event_id))
+            self._waiting.remove(item)
+            self._held_bytes -= item.said.size_bytes
+        self._waiting = deque((*self._sent, *self._waiting))
+        self._sent = deque()
+        self._heartbeats.clear()
+        self._formats_first.clear()
+        self._there_bytes = self._there_samples = 0
+        for unanswered in self._unanswered.values():
+            unanswered.clear()
+        return acks
+
+    def next_message(self) -> Message | None:
+        """The next message for the owner, None when all are sent."""
+        if not self.connected:
+            return None
+        if self._formats_first:
+            first = self._formats_first.popleft()
+            self._unanswered[Kind.FORMAT].append(first)
+            return first.message
+        if not self._waiting:
+            return None
+        item = self._waiting.popleft()
+        kind = item.said.kind
+        if kind is Kind.HEARTBEAT:
+            self._heartbeats.append(item.said.event_id)
+        if kind in (Kind.HEARTBEAT, Kind.OTHER):
+            self._held_bytes -= item.said.size_bytes
+            return item.message
+        if kind in self._unanswered:
+            self._unanswered[kind].append(item)
+        self._sent.append(item)
+        return item.message
+
+    def hear(self, message: bytes) -> Verdict:
+        """A message of the present owner."""
+        try:
+            event = read_server_event(message)
+        except (msgspec.DecodeError, UnicodeError):
+            return Verdict(Pass.BROKEN, message)
+        if event.server_event_seq is not None:
+            return Verdict(self._numbered(event.server_event_seq), message, event)
+        passing = Pass.FORWARD
+        match event.type:
+            case "input_audio_buffer.committed":
+                self._trim(event.duplex.to_sample)
+                self._there_bytes = self._there_samples = 0
+            case "session.updated":
+                passing = self._answered(Kind.FORMAT)
+            case "input_audio_buffer.cleared":
+                passing = self._answered(Kind.CLEAR)
+            case "session.heartbeat_ack":
+                if self._heartbeats:
+                    self._heartbeats.popleft()
+            case "session.resync_required":
+                self._last_sequence = event.duplex.oldest - 1
+            case "session.closed":
+                passing = Pass.HOLD
+            case "error":
+                return self._refused(message, event)
+            case _:
+                pass
+        return Verdict(passing, message, event)
+
+    # --- inside: out ----------------------------------------------------------------------------
+
+    def _numbered(self, sequence: int) -> Pass:
+        last = self._last_sequence
+        if last is not None and sequence <= last:
+            return Pass.DROP
+        if last is not None and sequence > last + 1:
+            return Pass.BROKEN
+        self._last_sequence = sequence
+        return Pass.FORWARD
+
+    def _answered(self, kind: Kind) -> Pass:
+        unanswered = self._unanswered[kind]
+        if not unanswered:
+            return Pass.FORWARD
+        item = unanswered.popleft()
+        passing = Pass.DROP if item.answered else Pass.FORWARD
+        item.answered = True
+        self._trim(self._position)
+        return passing
+
+    def _refused(self, message: bytes, event: ServerEvent) -> Verdict:
+        """An error. What it refuses counts no more; what is refused only because the owner lets go
+        of the session is kept for the next one, and the client need not know."""
+        if is_farewell(event.error.code):
+            self._spoke_since_loss = self._spoke_since_loss or event.error.event_id is not None
+            return Verdict(Pass.HOLD, message, event)
+        name = event.error.event_id
+        if name is None or not name.startswith(GATEWAY_ID_PREFIX):
+            return Verdict(Pass.FORWARD, message, event)
+        item = self._forget(name)
+        return Verdict(
+            Pass.FORWARD, with_error_id(message, item.said.event_id if item else None), event
+        )
+
+    def _forget(self, name: str) -> _Item | None:
+        """A message that was refused: the session goes on as if it had never been sent."""
+        item = next((item for item in self._sent if item.name == name), None)
+        if item is None:
+            return None
+        self._sent.remove(item)
+        self._held_bytes -= item.said.size_bytes
+        self._held_samples -= item.samples
+        if item in self._unanswered[Kind.FORMAT]:
+            self._unanswered[Kind.FORMAT].remove(item)
+            self._reckon_samples()
+        self._trim(self._position)
+        return item
+
+    # --- inside: in -----------------------------------------------------------------------------
+
+    def _name(self, said: ClientMessage) -> str | None:
+        """The sidecar gets input under a name, so that its refusal is told from that of others."""
+        if said.kind not in (Kind.APPEND, Kind.FORMAT):
+            return None
+        if said.size_bytes > MAX_MESSAGE_BYTES - _ROOM_TO_NAME_BYTES:
+            return None
+        self._names += 1
+        return f"{GATEWAY_ID_PREFIX}{self._names}"
+
+    def _items(self) -> Iterable[_Item]:
+        yield from self._sent
+        yield from self._waiting
+
+    def _reckon_samples(self) -> None:
+        """Of all that is kept, after a change of a format before it."""
+        current = self._base_format
+        self._held_samples = 0
+        for item in self._items():
+            if item.said.format is not None:
+                current = item.said.format
+            elif item.said.kind is Kind.APPEND:
+                item.samples = current.samples(max(0, item.said.payload_bytes))
+                self._held_samples += item.samples
+        self._newest_format = current
+
+    def _trim(self, durable_sample: int) -> None:
+        """Let go of what is durable, and of what stands before it and has been answered."""
+        while self._sent and self._is_done(self._sent[0], durable_sample):
+            item = self._sent.popleft()
+            self._held_bytes -= item.said.size_bytes
+            self._held_samples -= item.samples
+            self._position = item.end(self._position) if _has_samples(item) else self._position
+            if item.said.format is not None:
+                self._base, self._base_format = item, item.said.format
+
+    def _is_done(self, item: _Item, durable_sample: int) -> bool:
+        match item.said.kind:
+            case Kind.APPEND:
+                end = item.end(self._position)
+                # Frames alone belong to the sample that comes next.
+                return end <= durable_sample and self._position < durable_sample
+            case Kind.COMMIT:
+                return self._position <= durable_sample
+            case Kind.FORMAT | Kind.CLEAR:
+                return item.answered
+            case _:
+                return False
+
+    def _skip_what_is_there(self, acknowledged_sample: int) -> list[bytes]:
+        """Do not send again what the owner has; it may not be durable, so it is kept. What stands
+        exactly at the owner's position may be there or not, and does no harm twice."""
+        position = self._position
+        formats = [self._base] if self._base is not None else []
+        owed: list[bytes] = []
+        while self._waiting:
+            item = self._waiting[0]
+            before = position < acknowledged_sample
+            end = item.end(position) if _has_samples(item) else position
+            match item.said.kind:
+                case Kind.APPEND | Kind.COMMIT if before and end <= acknowledged_sample:
+                    position = end
+                case Kind.CLEAR if before:
+                    if not item.answered:
+                        owed.append(cleared())
+                        item.answered = True
+                case Kind.FORMAT if before or item.answered:
+                    formats = [*(each for each in formats if not each.answered), item]
+                case _:
+                    break
+            self._sent.append(self._waiting.popleft())
+        self._formats_first = deque(formats)
+        if self._waiting:
+            first = self._waiting[0]
+            if position < acknowledged_sample and first.said.from_sample is None:
+                first.cut_from = position
+        else:
+            self._position += acknowledged_sample - position
+        return owed
+
+
+def _has_samples(item: _Item) -> bool:
+    return item.said.kind is Kind.APPEND
+
+
+def is_farewell(code: str | None) -> bool:
+    """Whether an error of that code closes the connection and the session goes on: elsewhere, or
+    here for another connection."""
+    try:
+        entry = ERRORS[ErrorCode(code or "")]
+    except ValueError:
+        return False
+    return entry.retryable and entry.close_code is not None
