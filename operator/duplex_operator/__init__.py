@@ -1,0 +1,1 @@
+"""The operator: the only writer of Kubernetes. Observes, decides (pure), applies."""

@@ -1,0 +1,373 @@
+"""The next step of a session's life. Pure: a chain of small rules, the first that speaks decides.
+
+Applying the step and deciding again gives the next one, until there is nothing to do. A step that
+was applied but not seen to be (the operator died in between) is decided again and changes nothing
+the second time.
+"""
+
+from collections.abc import Callable
+
+from duplex_api.metadata import ConditionStatus
+from duplex_api.session import DesiredState, Placement, SessionPhase
+from duplex_operator.decide.acceptance import Accepted, Refused
+from duplex_operator.decide.actions import (
+    Action,
+    AskForSlot,
+    AssignToken,
+    Delete,
+    End,
+    EnsureFinalizer,
+    Erase,
+    Nothing,
+    Open,
+    Park,
+    Place,
+    RemoveFinalizer,
+    WriteStatus,
+)
+from duplex_operator.decide.facts import LedgerPhase, PodHealth, SessionFacts
+from duplex_operator.decide.status import (
+    CONNECTED,
+    ENDED,
+    PLACED,
+    READY,
+    RUNNING_PHASES,
+    build_status,
+    camel_reason,
+    condition_of,
+    only_counters,
+    since_ms,
+    status_patch,
+)
+from duplex_operator.feed import FeedPhase
+from duplex_operator.names import SESSION_FINALIZER
+
+REQUESTED = "Requested"
+"""Why a session is parked that its owner wants parked."""
+_LEAVING = ("drain", "stop", "evict", "shutdown", "sigterm", "upgrade", "moved")
+"""Words of a sidecar that parked a session for the pod's sake, not for the client's."""
+_FINAL_REFUSALS = {
+    "no_slot": "NoSlot",
+    "stale_fence": "StaleFence",
+    "draining": "PodDraining",
+    "manifest_conflict": "ManifestConflict",
+}
+UNHEARD_LOOK_S = 0.5
+REFUSED_LOOK_S = 5.0
+
+Rule = Callable[[SessionFacts], Action | None]
+
+
+def decide(facts: SessionFacts) -> Action:
+    """What to do now."""
+    for rule in RULES:
+        action = rule(facts)
+        if action is not None:
+            return action
+    return Nothing()
+
+
+def when_deleted(facts: SessionFacts) -> Action | None:
+    """End it, erase it, let it go; bounded, so that a lost ledger never holds a namespace."""
+    meta = facts.session.meta
+    if not meta.deleting:
+        return None
+    if SESSION_FINALIZER not in meta.finalizers:
+        return Nothing()
+    overdue = facts.now_ms - meta.deleted_ms >= facts.limits.erase_bound_ms
+    if _runs_somewhere(facts) and not overdue:
+        assert facts.placement is not None
+        return End(facts.placement.pod_uid, "Deleted")
+    if not facts.memory.erased and not overdue:
+        return Erase()
+    if facts.memory.erased:
+        sentence = "ended; its ledger and route record are erased"
+        return RemoveFinalizer("Erased", sentence, warning=False)
+    sentence = "its ledger cannot be reached; it is erased when it can, or when it expires"
+    return RemoveFinalizer("ErasurePending", sentence, warning=True)
+
+
+def when_ended(facts: SessionFacts) -> Action | None:
+    """Keep the object for its ttl."""
+    status = facts.session.status
+    if status.phase is not SessionPhase.ENDED:
+        return None
+    ended_ms = since_ms(status, ENDED) or facts.session.meta.created_ms
+    left_ms = ended_ms + facts.lifecycle_ms("ttl_after_finished") - facts.now_ms
+    if left_ms <= 0:
+        return Delete("TTLPassed", "it ended longer ago than its ttlAfterFinished")
+    return Nothing(left_ms / 1000)
+
+
+def when_new(facts: SessionFacts) -> Action | None:
+    if SESSION_FINALIZER in facts.session.meta.finalizers:
+        return None
+    return EnsureFinalizer()
+
+
+def when_over(facts: SessionFacts) -> Action | None:
+    """Closed by its owner, or ended where it ran."""
+    if facts.said is not None and facts.said.phase is FeedPhase.ENDED:
+        reason = camel_reason(facts.said.reason, "Ended")
+        return _finish(facts, reason, f"it ended on its pod: {facts.said.reason or 'ended'}")
+    if facts.ledger is not None and facts.ledger.phase is LedgerPhase.ENDED:
+        word = facts.ledger.reason
+        return _finish(facts, camel_reason(word, "Ended"), f"its ledger is closed: {word}")
+    refusal = facts.memory.refusal
+    if refusal is not None and refusal.code == "session_ended":
+        return _finish(facts, "Ended", refusal.message)
+    if facts.desired is not DesiredState.CLOSED:
+        return None
+    if _runs_somewhere(facts):
+        assert facts.placement is not None
+        return End(facts.placement.pod_uid, "Closed")
+    return _finish(facts, "Closed", "its owner closed it")
+
+
+def when_placed(facts: SessionFacts) -> Action | None:
+    """It has a slot: see that it runs there."""
+    placement, pod = facts.placement, facts.pod
+    if placement is None or pod is None:
+        return None
+    dead = pod.health is PodHealth.DEAD
+    parked = facts.ledger is not None and facts.ledger.phase is LedgerPhase.PARKED
+    if facts.ledger is not None and parked and not (dead and _has_client(facts)):
+        return _parked(facts, camel_reason(facts.ledger.reason, "Parked"))
+    if dead:
+        return _lost(facts, pod.reason, pod.sentence)
+    if facts.said is not None and facts.said.phase is FeedPhase.PARKED:
+        return _parked_by_its_pod(facts)
+    refusal = facts.memory.refusal
+    if refusal is not None and refusal.fence == placement.fence:
+        return _refused(facts, refusal.code, refusal.message)
+    if facts.desired is DesiredState.PARKED and facts.said is not None:
+        return _park(facts, placement)
+    if facts.said is not None:
+        return _changed_token(facts, placement) or _reflect(facts, placement)
+    if pod.health is PodHealth.UNHEARD:
+        return Nothing(UNHEARD_LOOK_S)
+    return _absent(facts, placement)
+
+
+def when_unplaced(facts: SessionFacts) -> Action | None:
+    """It has no slot: should it have one?"""
+    status = facts.session.status
+    if facts.desired is DesiredState.PARKED:
+        return _stay_parked(facts, REQUESTED, "its owner wants it parked")
+    if status.phase is SessionPhase.PARKED and not _wakes(facts):
+        return _stay_parked(facts, status.reason or "Parked", status.message or "it is parked")
+    if isinstance(facts.verdict, Refused):
+        return _write(
+            facts, SessionPhase.PENDING, facts.verdict.reason, facts.verdict.sentence, event=True
+        ) or Nothing(REFUSED_LOOK_S)
+    if facts.token is None:
+        if facts.ledger_away:
+            sentence = "the ledger cannot be reached"
+            pending = _write(facts, SessionPhase.PENDING, "LedgerUnavailable", sentence)
+            return pending or Nothing(1.0)
+        return AssignToken()
+    return _seek_slot(facts)
+
+
+RULES: tuple[Rule, ...] = (
+    when_deleted,
+    when_ended,
+    when_new,
+    when_over,
+    when_placed,
+    when_unplaced,
+)
+
+
+def _runs_somewhere(facts: SessionFacts) -> bool:
+    """Whether a sidecar may still run it: it has to be told of the end."""
+    if facts.placement is None or facts.memory.ended:
+        return False
+    if facts.said is not None and facts.said.phase is FeedPhase.ENDED:
+        return False
+    return facts.pod is not None and facts.pod.health is not PodHealth.DEAD
+
+
+def _finish(facts: SessionFacts, reason: str, sentence: str) -> Action:
+    status = build_status(facts, SessionPhase.ENDED, reason, sentence, placement=None)
+    return WriteStatus(status, reason, sentence, event=True)
+
+
+def _write(
+    facts: SessionFacts,
+    phase: SessionPhase,
+    reason: str,
+    sentence: str,
+    *,
+    event: bool = False,
+    position: int | None = None,
+    queued: bool = False,
+) -> Action | None:
+    """The status of a session without a slot, if it says something new."""
+    before = facts.session.status
+    status = build_status(facts, phase, reason, sentence, placement=None, queue_position=position)
+    if not status_patch(before, status):
+        return None
+    changed = (before.phase, before.reason) != (phase, reason)
+    return WriteStatus(status, reason, sentence, event=event and changed, queued=queued)
+
+
+def _lost(facts: SessionFacts, reason: str, sentence: str) -> Action:
+    """It cannot run where it was placed: another slot at once, else back into the queue."""
+    able = isinstance(facts.verdict, Accepted) and facts.token is not None
+    if facts.desired is DesiredState.PARKED or (able and facts.wait is not None):
+        return _requeue(facts, reason, sentence)
+    if facts.token is None and not facts.ledger_away and isinstance(facts.verdict, Accepted):
+        return AssignToken()
+    if not able:
+        return _requeue(facts, reason, sentence)
+    return _place(facts) or AskForSlot()
+
+
+def _requeue(facts: SessionFacts, reason: str, sentence: str) -> Action:
+    phase = SessionPhase.MOVING if _ran(facts) else SessionPhase.QUEUED
+    status = build_status(facts, phase, reason, sentence, placement=None)
+    return WriteStatus(status, reason, sentence, event=True, warning=True, queued=True)
+
+
+def _refused(facts: SessionFacts, code: str, message: str) -> Action:
+    """The pod's final answer."""
+    return _lost(facts, _FINAL_REFUSALS.get(code, "RefusedByPod"), f"the pod refused: {message}")
+
+
+def _parked_by_its_pod(facts: SessionFacts) -> Action:
+    said = facts.said
+    assert said is not None
+    leaving = any(word in said.reason.lower() for word in _LEAVING)
+    if leaving and _has_client(facts) and facts.desired is DesiredState.RUNNING:
+        return _lost(facts, camel_reason(said.reason, "Drained"), "its pod is leaving")
+    return _parked(facts, camel_reason(said.reason, "Parked"))
+
+
+def _has_client(facts: SessionFacts) -> bool:
+    """Whether somebody was talking when it was last heard of."""
+    connected = condition_of(facts.session.status, CONNECTED)
+    attached = facts.said is not None and facts.said.attached
+    return attached or (connected is not None and connected.status is ConditionStatus.TRUE)
+
+
+def _parked(facts: SessionFacts, reason: str) -> Action:
+    if facts.desired is DesiredState.PARKED:
+        reason = REQUESTED
+    sentence = "it lives in the ledger alone and comes back when its client does"
+    status = build_status(facts, SessionPhase.PARKED, reason, sentence, placement=None)
+    return WriteStatus(status, reason, sentence, event=True)
+
+
+def _park(facts: SessionFacts, placement: Placement) -> Action:
+    waited_ms = facts.now_ms - facts.memory.asked_park_ms
+    if waited_ms < facts.limits.repark_after_ms:
+        return Nothing((facts.limits.repark_after_ms - waited_ms) / 1000)
+    return Park(placement.pod_uid)
+
+
+def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:
+    """Its sidecar still lets the old token in: opening it again tells the new one."""
+    live = facts.pod is not None and facts.pod.health is PodHealth.LIVE
+    if facts.memory.token_untold and facts.token is not None and live:
+        return Open(placement.pod_uid, placement.fence, "")
+    return None
+
+
+def _absent(facts: SessionFacts, placement: Placement) -> Action:
+    """The pod is well and does not know the session (under this fence)."""
+    if facts.session.status.phase in RUNNING_PHASES:
+        return _lost(facts, "ReplicaRestarted", f"pod {placement.pod} runs it no more")
+    if facts.memory.opened_fence == placement.fence:
+        waited_ms = facts.now_ms - facts.memory.opened_ms
+        if waited_ms < facts.limits.reopen_after_ms:
+            return Nothing((facts.limits.reopen_after_ms - waited_ms) / 1000)
+    if facts.token is None:
+        return Nothing(1.0) if facts.ledger_away else AssignToken()
+    last = facts.session.status.last_placement
+    elsewhere = last is not None and last.pod_uid != placement.pod_uid
+    dead = last.pod_uid if last is not None and elsewhere else ""
+    return Open(placement.pod_uid, placement.fence, dead)
+
+
+def _reflect(facts: SessionFacts, placement: Placement) -> Action:
+    """It runs: say so, at once what somebody waits for, once a minute what only counts."""
+    said, before = facts.said, facts.session.status
+    assert said is not None
+    if facts.token is None and not facts.ledger_away:
+        return AssignToken()
+    active = said.phase is FeedPhase.ACTIVE
+    phase = SessionPhase.ACTIVE if active else SessionPhase.READY
+    sentence = f"it runs on pod {placement.pod}"
+    reason = "ClientAttached" if said.attached else "NoClient"
+    status = build_status(facts, phase, reason, sentence, placement=placement)
+    patch = status_patch(before, status)
+    if not patch:
+        return Nothing()
+    due_ms = facts.memory.flushed_ms + facts.limits.counters_period_ms - facts.now_ms
+    if only_counters(patch) and due_ms > 0:
+        return Nothing(due_ms / 1000)
+    ready = condition_of(before, READY)
+    first = ready is None or ready.status is not ConditionStatus.TRUE
+    return WriteStatus(status, "Ready", sentence, event=first)
+
+
+def _ran(facts: SessionFacts) -> bool:
+    phase = facts.session.status.phase
+    return phase in RUNNING_PHASES or phase is SessionPhase.MOVING
+
+
+def _wakes(facts: SessionFacts) -> bool:
+    """Whether a parked session wants a slot again: its client waits, or its owner says so."""
+    return facts.memory.woken or facts.session.status.reason == REQUESTED
+
+
+def _stay_parked(facts: SessionFacts, reason: str, sentence: str) -> Action:
+    parked_ms = since_ms(facts.session.status, PLACED) or facts.now_ms
+    bound = "retention" if facts.desired is DesiredState.PARKED else "idle_timeout"
+    left_ms = parked_ms + facts.lifecycle_ms(bound) - facts.now_ms
+    if facts.session.status.phase is SessionPhase.PARKED and left_ms <= 0:
+        if bound == "retention":
+            return _finish(facts, "RetentionPassed", "its ledger was not used for its retention")
+        return _finish(facts, "IdleTimeout", "it had no input for its idleTimeout")
+    written = _write(facts, SessionPhase.PARKED, reason, sentence, event=True)
+    return written or Nothing(max(left_ms, 1) / 1000)
+
+
+def _seek_slot(facts: SessionFacts) -> Action:
+    placed = _place(facts)
+    if placed is not None:
+        return placed
+    wait = facts.wait
+    if wait is None:
+        return AskForSlot()
+    before, memory, limits = facts.session.status, facts.memory, facts.limits
+    quiet_ms = memory.waits_since_ms + limits.quiet_wait_ms - facts.now_ms
+    told = before.phase is SessionPhase.QUEUED and before.reason == wait.reason
+    if not told and quiet_ms > 0:
+        return Nothing(quiet_ms / 1000, queued=True)
+    due_ms = memory.positioned_ms + limits.position_period_ms - facts.now_ms
+    if told and due_ms > 0:
+        return Nothing(due_ms / 1000, queued=True)
+    written = _write(
+        facts,
+        SessionPhase.QUEUED,
+        wait.reason,
+        wait.sentence,
+        event=True,
+        position=wait.position,
+        queued=True,
+    )
+    return written or Nothing(limits.position_period_ms / 1000, queued=True)
+
+
+def _place(facts: SessionFacts) -> Action | None:
+    """The promise made good: a new placement with a larger fence."""
+    promise = facts.promise
+    if promise is None:
+        return None
+    placement = Placement(pod=promise.pod, pod_uid=promise.pod_uid, fence=facts.last_fence + 1)
+    phase = SessionPhase.MOVING if _ran(facts) else SessionPhase.QUEUED
+    sentence = f"placed on pod {promise.pod} with fence {placement.fence}"
+    status = build_status(facts, phase, "Placed", sentence, placement=placement)
+    return Place(status, sentence)

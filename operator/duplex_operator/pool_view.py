@@ -1,0 +1,116 @@
+"""A pool's pods as `decide.pods` sees them: from what is in memory, without I/O."""
+
+from collections.abc import Collection, Sequence
+
+from duplex_api.resolve_pool import ResolvedPool
+from duplex_operator.context import Context
+from duplex_operator.decide.drain import Leave, LeaveReason, leaving
+from duplex_operator.decide.pods import Mark, PodState, PodView
+from duplex_operator.feed import FeedPhase
+from duplex_operator.names import (
+    ANNOTATION_ATTEMPT,
+    ANNOTATION_CHECKPOINT_HASH,
+    ANNOTATION_IDLE_SINCE,
+    ANNOTATION_MARKED_AT,
+)
+from duplex_operator.objects import ObjectKey, PodObject, PodPhase, PoolObject, timestamp_ms
+
+BROKEN_AFTER_RESTARTS = 3
+STUCK_MARGIN_MS = 60_000
+"""Beyond the start-up time: a sidecar that runs and does not become ready, while others are."""
+_CRASH_LOOP = "CrashLoopBackOff"
+_MARKS = {str(mark): mark for mark in Mark}
+_LIVE = (FeedPhase.READY, FeedPhase.ACTIVE)
+
+
+def own_pods(context: Context, pool: PoolObject) -> tuple[PodObject, ...]:
+    """Pods that this very pool object controls: not those of an earlier one of its name."""
+    pods = context.store.pods_of(pool.meta.key)
+    return tuple(pod for pod in pods if pod.owner_uid == pool.meta.uid)
+
+
+def view_pods(
+    context: Context, spec: ResolvedPool, pods: Sequence[PodObject], deleted: Collection[str]
+) -> list[PodView]:
+    """deleted: uids of pods whose deletion was asked for and is not seen yet."""
+    # With the ledger away none is ready, and new ones would not be either.
+    others_ready = any(pod.ready for pod in pods)
+    stuck_ms = spec.startup_timeout_ms + STUCK_MARGIN_MS
+    stuck_before_ms = context.now_ms() - stuck_ms if others_ready else 0
+    return [_view_pod(context, spec, pod, deleted, stuck_before_ms) for pod in pods]
+
+
+def _view_pod(
+    context: Context,
+    spec: ResolvedPool,
+    pod: PodObject,
+    deleted: Collection[str],
+    stuck_before_ms: int,
+) -> PodView:
+    annotations = pod.meta.annotations
+    node = context.store.nodes.get(ObjectKey("", pod.node)) if pod.node else None
+    leave = leaving(pod, node)
+    feed = context.fleet.pod(pod.meta.uid)
+    created_ms = pod.meta.created_ms
+    attempt = annotations.get(ANNOTATION_ATTEMPT, "")
+    state = _state(pod, leave, stuck_before_ms)
+    return PodView(
+        name=pod.meta.key.name,
+        uid=pod.meta.uid,
+        state=PodState.DELETING if pod.meta.uid in deleted else state,
+        template_hash=pod.template_hash,
+        checkpoint_hash=annotations.get(ANNOTATION_CHECKPOINT_HASH, ""),
+        slots=feed.slots if feed is not None and feed.slots else spec.slots,
+        sessions=len(sessions_of(context, pod.meta.uid)),
+        created_ms=created_ms,
+        changed_ms=pod.readiness_changed_ms or created_ms,
+        idle_since_ms=timestamp_ms(annotations.get(ANNOTATION_IDLE_SINCE, "")) or created_ms,
+        mark=_MARKS.get(pod.mark, Mark.NONE),
+        marked_ms=timestamp_ms(annotations.get(ANNOTATION_MARKED_AT, "")),
+        closed=feed is not None and feed.connected and feed.draining,
+        leave=leave,
+        attempt=int(attempt) if attempt.isdecimal() else 0,
+        unplaced=pod.unplaced,
+    )
+
+
+def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
+    """Uids of sessions that are placed there, promised a slot there, or run there. What a feed
+    said before it broke off counts no more: the placement does."""
+    feed = context.fleet.pod(pod_uid)
+    connected = feed is not None and feed.connected
+    said = context.fleet.sessions_on(pod_uid) if connected else {}
+    return frozenset(
+        (
+            *(session.meta.uid for session in context.store.placed_on(pod_uid)),
+            *(uid for uid, session in said.items() if session.phase in _LIVE),
+            *context.board.promised_on(pod_uid),
+        )
+    )
+
+
+def queued_for(context: Context, pool: PoolObject) -> int:
+    """Sessions that wait for a slot of the pool. One that has just got its slot may still stand in
+    the queue for a moment; counted twice it would have a pod made for it."""
+    store, board = context.store, context.board
+    waiting = 0
+    for uid in board.waiting_for(pool.meta.key):
+        session = store.session_by_uid(uid)
+        placed = session is not None and session.status.placement is not None
+        waiting += not placed and board.promised(uid) is None
+    return waiting
+
+
+def _state(pod: PodObject, leave: Leave | None, stuck_before_ms: int) -> PodState:
+    if pod.meta.deleting:
+        return PodState.DELETING
+    if pod.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED):
+        return PodState.ENDED
+    if leave is not None and leave.reason is LeaveReason.NODE_LOST:
+        return PodState.LOST
+    if pod.ready:
+        return PodState.READY
+    loops = pod.sidecar_waits == _CRASH_LOOP and pod.sidecar_restarts >= BROKEN_AFTER_RESTARTS
+    runs = pod.phase is PodPhase.RUNNING and not pod.sidecar_waits
+    stuck = runs and 0 < pod.readiness_changed_ms <= stuck_before_ms
+    return PodState.BROKEN if loops or stuck else PodState.STARTING

@@ -1,0 +1,54 @@
+"""The disruption budget of a pool: nobody evicts a pod that holds a conversation. Pure.
+
+It selects occupied pods alone, so an empty one can always be evicted. The API server finds the
+number of pods through the pool's scale subresource; an eviction that is refused is tried again by
+whoever wants it (`kubectl drain` does), and by then the pod has been drained.
+"""
+
+from duplex_operator.names import (
+    COMPONENT_SIDECAR,
+    FIELD_MANAGER,
+    LABEL_COMPONENT,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    LABEL_OCCUPIED,
+    LABEL_POOL,
+    PRODUCT,
+)
+from duplex_operator.resources.pod_template import Manifest
+from duplex_operator.resources.pods import PoolIdentity, owner_reference
+
+
+def budget_name(pool_name: str) -> str:
+    return f"{pool_name}-occupied"
+
+
+def occupied_budget(pool: PoolIdentity) -> Manifest:
+    """The PodDisruptionBudget as it is sent."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {
+            "name": budget_name(pool.name),
+            "namespace": pool.namespace,
+            "labels": {
+                LABEL_NAME: PRODUCT,
+                LABEL_COMPONENT: COMPONENT_SIDECAR,
+                LABEL_MANAGED_BY: FIELD_MANAGER,
+                LABEL_POOL: pool.name,
+            },
+            "ownerReferences": [owner_reference(pool)],
+        },
+        "spec": {
+            "maxUnavailable": 0,
+            "selector": {
+                "matchLabels": {
+                    LABEL_COMPONENT: COMPONENT_SIDECAR,
+                    LABEL_POOL: pool.name,
+                    LABEL_OCCUPIED: "true",
+                }
+            },
+            # A pod that is not ready holds no conversation worth waiting for.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }

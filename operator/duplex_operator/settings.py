@@ -1,0 +1,57 @@
+"""What the operator is told by its environment (the chart writes it)."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSettings:
+    """redis_url: the installation's one ledger. namespace: the operator's own (its Lease lives
+    there). watch_namespaces: empty means all. identity: unique per process."""
+
+    redis_url: str
+    namespace: str
+    identity: str
+    watch_namespaces: tuple[str, ...] = ()
+    sidecar_image: str = ""
+    gateway_endpoint: str = ""
+    log_level: str = "INFO"
+    health_port: int = 8080
+    health_host: str = "0.0.0.0"
+    lease_name: str = "duplex-operator"
+    reconciles_at_once: int = 24
+    relist_period_s: float = 300.0
+    secrets_period_s: float = 30.0
+    suspect_after_s: float = 3.0
+    erase_bound_s: float = 30.0
+    """How long a deleted session's finalizer waits for its erasure."""
+    counters_period_s: float = 60.0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Raises ValueError that names the variable at fault."""
+        namespace = _required(environment, "DUPLEX_NAMESPACE")
+        watched = environment.get("DUPLEX_WATCH_NAMESPACES", "")
+        return cls(
+            redis_url=_required(environment, "DUPLEX_REDIS_URL"),
+            namespace=namespace,
+            identity=f"{socket.gethostname()}-{os.getpid()}",
+            watch_namespaces=tuple(sorted({n.strip() for n in watched.split(",")} - {""})),
+            sidecar_image=environment.get("DUPLEX_SIDECAR_IMAGE", ""),
+            gateway_endpoint=environment.get("DUPLEX_GATEWAY_ENDPOINT", ""),
+            log_level=environment.get("DUPLEX_LOG_LEVEL", "INFO").upper(),
+            health_port=int(environment.get("DUPLEX_HEALTH_PORT", "8080")),
+        )
+
+    def watches(self, namespace: str) -> bool:
+        return not self.watch_namespaces or namespace in self.watch_namespaces
+
+
+def _required(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise ValueError(f"{name} is not set")
+    return value

@@ -1,0 +1,181 @@
+"""The way out to one pod's sidecar: its admin API and its feed (the pages of the admin API's
+version are told by a header both ways).
+
+A refusal is that pod's final answer. No answer says nothing: every call may be repeated.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from duplex_operator.feed import MOST_LINE_BYTES, FeedLine, read_line
+from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
+FEED_SILENCE_S = 10.0
+"""A feed without a line (not even a beat) for this long is dialled anew."""
+MOST_ANSWER_BYTES = 1_048_576
+
+
+@dataclass(frozen=True, slots=True)
+class AdminCredentials:
+    """Of one pool. ca_pem empty: the admin ports speak plain HTTP."""
+
+    token: str
+    ca_pem: str
+
+    def __repr__(self) -> str:
+        return "AdminCredentials(...)"
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """host: an IP. server_name: what its certificate must say."""
+
+    host: str
+    port: int
+    server_name: str
+
+
+class SidecarRefusalError(Exception):
+    """The sidecar understood and refused. code: its error code, for example `no_slot`."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}"[:512])
+        self.status = status
+        self.code = code
+        self.message = message[:512]
+
+
+class SidecarUnreachableError(Exception):
+    """No usable answer: whether the call took effect is unknown."""
+
+
+class _ErrorInside(msgspec.Struct):
+    code: str = ""
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorInside = msgspec.field(default_factory=_ErrorInside)
+
+
+class SidecarClient:
+    """Calls to one pod. Holds one small connection pool; `close` it."""
+
+    def __init__(self, address: AdminAddress, credentials: AdminCredentials) -> None:
+        self._address = address
+        scheme = "https" if credentials.ca_pem else "http"
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self._base = f"{scheme}://{host}:{address.port}/admin/v1"
+        self._server_name = address.server_name if credentials.ca_pem else None
+        tls = ssl.create_default_context(cadata=credentials.ca_pem) if credentials.ca_pem else True
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls, limit=16),
+            headers={
+                "Authorization": f"Bearer {credentials.token}",
+                ADMIN_VERSION_HEADER: ADMIN_VERSION,
+            },
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def put_session(self, uid: str, manifest: str, token_sha256: str, fence: int) -> None:
+        """Opens or takes up the session there. Repeating it changes nothing."""
+        body = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+        await self._call("PUT", f"/sessions/{uid}", body)
+
+    async def park(self, uid: str) -> None:
+        """Raises SidecarRefusalError `session_busy`."""
+        await self._call("POST", f"/sessions/{uid}/park", {})
+
+    async def end(self, uid: str, reason: str) -> None:
+        """Ends it for good; one that does not run there is fine."""
+        try:
+            await self._call("DELETE", f"/sessions/{uid}", {"reason": reason})
+        except SidecarRefusalError as error:
+            if error.status not in (404, 410):
+                raise
+
+    async def drain(self, grace_s: float) -> None:
+        await self._call("POST", "/drain", {"graceSeconds": round(grace_s)})
+
+    async def declare_dead(self, pod_uid: str) -> None:
+        """Proof that every replica of that pod is dead: the sidecar breaks their leases."""
+        await self._call("POST", "/dead-replicas", {"podUID": pod_uid})
+
+    async def erase(self, uid: str) -> None:
+        """Erases the session's ledger, tombstone first. Repeating it changes nothing."""
+        await self._call("POST", f"/erase/{uid}", {})
+
+    async def feed(self) -> AsyncIterator[FeedLine]:
+        """Lines until the sidecar closes. Raises SidecarUnreachableError, SidecarRefusalError."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=CONNECT_TIMEOUT_S, sock_read=FEED_SILENCE_S
+        )
+        try:
+            async with self._http.get(
+                self._base + "/feed",
+                timeout=timeout,
+                server_hostname=self._server_name,
+                max_line_size=MOST_LINE_BYTES,
+            ) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer.status, await answer.content.read(MOST_LINE_BYTES))
+                async for line in _lines(answer.content):
+                    found = read_line(line)
+                    if found is not None:
+                        yield found
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SidecarUnreachableError(type(error).__name__) from error
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            async with self._http.request(
+                method,
+                self._base + path,
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+                server_hostname=self._server_name,
+            ) as answer:
+                content = await answer.content.read(MOST_ANSWER_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SidecarUnreachableError(f"{method}: {type(error).__name__}") from error
+        if answer.status < 300:
+            return
+        refusal = _refusal(answer.status, content)
+        if answer.status >= 500 and not refusal.code:
+            raise SidecarUnreachableError(f"{method}: HTTP {answer.status}")
+        raise refusal
+
+
+def _refusal(status: int, content: bytes) -> SidecarRefusalError:
+    try:
+        error = msgspec.json.decode(content, type=_ErrorBody).error
+    except msgspec.MsgspecError:
+        error = _ErrorInside()
+    return SidecarRefusalError(status, error.code, error.message)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Bounded lines: a longer one ends the feed."""
+    rest = bytearray()
+    async for chunk in content.iter_any():
+        rest += chunk
+        while (end := rest.find(b"\n")) >= 0:
+            yield bytes(rest[:end])
+            del rest[: end + 1]
+        if len(rest) > MOST_LINE_BYTES:
+            raise SidecarUnreachableError("a line of the feed is too long")
+        await asyncio.sleep(0)

@@ -1,0 +1,333 @@
+"""The operator's ways out over real sockets: what comes back in every way that it can."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import kopf
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+from support.stand_in_sidecar import StandInSidecar
+
+from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, route_key
+from duplex_api.session import SessionPhase
+from duplex_operator.apply import (
+    PODS,
+    SESSIONS,
+    ConflictError,
+    KubernetesApi,
+    MissingError,
+    NotLeadingError,
+    RefusedError,
+    Regarding,
+    UnavailableError,
+)
+from duplex_operator.feed import BeatLine, FeedPhase, FeedSession, HelloLine, PodLine, read_line
+from duplex_operator.objects import ObjectKey
+from duplex_operator.routes import LedgerAwayError, Routes
+from duplex_operator.sidecar_client import (
+    AdminAddress,
+    AdminCredentials,
+    SidecarClient,
+    SidecarRefusalError,
+    SidecarUnreachableError,
+)
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+
+pytestmark = pytest.mark.integration
+
+KEY = ObjectKey("default", "talk")
+PORT = 8766
+HOST = "127.11.0.1"
+TOKEN = "an-admin-token"
+
+
+@dataclass
+class ApiStub:
+    """Answers from a script; notes what was asked."""
+
+    script: list[Callable[[], web.StreamResponse]] = field(default_factory=list)
+    asked: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((request.method, request.path, dict(request.query), body))
+        self.authorizations.append(request.headers.get("Authorization", ""))
+        return self.script.pop(0)()
+
+
+def answer(status: int, body: Any = None, **headers: str) -> Callable[[], web.StreamResponse]:
+    return lambda: web.json_response(body or {}, status=status, headers=headers)
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[tuple[ApiStub, str]]:
+    stub = ApiStub()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stub.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    yield stub, f"http://127.0.0.1:{port}"
+    await runner.cleanup()
+
+
+class Naps(list[float]):
+    async def nap(self, seconds: float) -> None:
+        if seconds:
+            self.append(seconds)
+
+
+@pytest.fixture
+def naps() -> Naps:
+    return Naps()
+
+
+@pytest.fixture
+async def api(stub: tuple[ApiStub, str], naps: Naps) -> AsyncIterator[KubernetesApi]:
+    api = KubernetesApi(kopf.ConnectionInfo(server=stub[1], token="first"), sleep=naps.nap)
+    yield api
+    await api.close()
+
+
+async def test_what_can_pass_is_tried_again(
+    api: KubernetesApi, stub: tuple[ApiStub, str], naps: Naps
+) -> None:
+    stub[0].script = [
+        answer(429, **{"Retry-After": "3"}),
+        answer(500),
+        answer(200, {"metadata": {"name": "talk"}}),
+    ]
+    assert await api.get(SESSIONS, KEY) == {"metadata": {"name": "talk"}}
+    assert naps[0] == 3.0
+    assert api.requests["get duplexsessions"] == 3
+    stub[0].script = [answer(503)] * 4
+    with pytest.raises(UnavailableError):
+        await api.get(SESSIONS, KEY)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(409, ConflictError), (404, MissingError), (410, MissingError), (422, RefusedError)],
+)
+async def test_what_cannot_pass_is_told_at_once(
+    api: KubernetesApi, stub: tuple[ApiStub, str], status: int, kind: type[Exception]
+) -> None:
+    stub[0].script = [answer(status, {"reason": "Because", "message": "m" * 5000})]
+    with pytest.raises(kind) as caught:
+        await api.patch(SESSIONS, KEY, {"status": {}}, version="7", subresource="status")
+    assert len(str(caught.value)) <= 1024
+    method, path, query, body = stub[0].asked[0]
+    assert (method, path) == (
+        "PATCH",
+        "/apis/duplex.dev/v1alpha1/namespaces/default/duplexsessions/talk/status",
+    )
+    assert query == {"fieldManager": "duplex-operator"}
+    assert body == {"status": {}, "metadata": {"resourceVersion": "7"}}
+
+
+async def test_a_replaced_token_is_read_again(stub: tuple[ApiStub, str]) -> None:
+    naps = Naps()
+    fresh = kopf.ConnectionInfo(server=stub[1], token="second")
+    api = KubernetesApi(
+        kopf.ConnectionInfo(server=stub[1], token="first"),
+        sleep=naps.nap,
+        reconnect=lambda: fresh,
+    )
+    stub[0].script = [answer(401), answer(200)]
+    await api.get(SESSIONS, KEY)
+    assert stub[0].authorizations == ["Bearer first", "Bearer second"]
+    await api.close()
+
+
+async def test_a_list_is_read_in_pages_and_starts_over_when_it_expires(
+    api: KubernetesApi, stub: tuple[ApiStub, str]
+) -> None:
+    page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"continue": "next"}}
+    last = {"items": [{"metadata": {"name": "b"}}], "metadata": {"resourceVersion": "9"}}
+    stub[0].script = [answer(200, page), answer(410), answer(200, page), answer(200, last)]
+    listing = await api.list(PODS, selector="a=b")
+    assert [item["metadata"]["name"] for item in listing.items] == ["a", "b"]
+    assert listing.version == "9"
+    assert stub[0].asked[-1][2] == {"limit": "500", "labelSelector": "a=b", "continue": "next"}
+
+
+async def test_nothing_is_written_without_the_lead(stub: tuple[ApiStub, str]) -> None:
+    api = KubernetesApi(kopf.ConnectionInfo(server=stub[1]), may_write=lambda: False)
+    with pytest.raises(NotLeadingError):
+        await api.patch(SESSIONS, KEY, {}, version=None)
+    assert not stub[0].asked
+    await api.close()
+
+
+async def test_a_delete_names_its_object_and_a_lost_event_stops_nothing(
+    api: KubernetesApi, stub: tuple[ApiStub, str]
+) -> None:
+    stub[0].script = [answer(404), answer(403)]
+    await api.delete(PODS, KEY, uid="u1", grace_s=5)
+    assert stub[0].asked[0][3] == {
+        "preconditions": {"uid": "u1"},
+        "propagationPolicy": "Background",
+        "gracePeriodSeconds": 5,
+    }
+    regarding = Regarding("duplex.dev/v1alpha1", "DuplexSession", KEY, "u1")
+    await api.event(regarding, reason="Ready", note="n" * 5000, action="Reconcile")
+    assert len(stub[0].asked[1][3]["note"]) == 1024
+
+
+async def test_an_api_server_that_is_away_is_told_so() -> None:
+    naps = Naps()
+    api = KubernetesApi(kopf.ConnectionInfo(server="http://127.0.0.1:9"), sleep=naps.nap)
+    with pytest.raises(UnavailableError) as caught:
+        await api.get(SESSIONS, KEY)
+    assert caught.value.status == 0
+    assert len(naps) == 3
+    await api.close()
+
+
+# --- the sidecar ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def sidecar(valkey: EmbeddedValkey) -> AsyncIterator[StandInSidecar]:
+    sidecar = StandInSidecar(valkey.url, "pod-uid", TOKEN, HOST)
+    await sidecar.start(PORT)
+    yield sidecar
+    await sidecar.die()
+
+
+def client_of(token: str = TOKEN, host: str = HOST) -> SidecarClient:
+    return SidecarClient(AdminAddress(host, PORT, "name"), AdminCredentials(token, ""))
+
+
+async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    await client.put_session("s1", '{"a": 1}', "f" * 64, 1)
+    await client.put_session("s1", '{"a": 1}', "f" * 64, 1)
+    with pytest.raises(SidecarRefusalError) as caught:
+        await client.put_session("s1", '{"a": 2}', "f" * 64, 1)
+    assert caught.value.code == "manifest_conflict"
+    await client.end("s1", "Deleted")
+    await client.end("s1", "Deleted")
+    await client.erase("s1")
+    with pytest.raises(SidecarRefusalError) as caught:
+        await client.park("s1")
+    assert caught.value.status == 404
+    await client.close()
+
+
+async def test_a_wrong_token_and_nobody_there(sidecar: StandInSidecar) -> None:
+    client = client_of(token="wrong")
+    with pytest.raises(SidecarRefusalError) as caught:
+        await client.drain(5)
+    assert caught.value.status == 401
+    with pytest.raises(SidecarRefusalError):
+        async for _ in client.feed():
+            pass
+    await client.close()
+    away = client_of(host="127.11.0.2")
+    with pytest.raises(SidecarUnreachableError):
+        await away.erase("s1")
+    await away.close()
+    assert TOKEN not in repr(AdminCredentials(TOKEN, ""))
+
+
+async def test_a_feed_tells_everything_then_what_changes(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    await client.put_session("s2", "{}", "f" * 64, 1)
+    lines = client.feed()
+    hello = await anext(lines)
+    assert isinstance(hello, HelloLine)
+    assert (hello.replica, hello.slots, hello.ready) == ("pod-uid-1", 2, True)
+    told = await anext(lines)
+    assert isinstance(told, FeedSession)
+    assert (told.session, told.phase, told.fence) == ("s2", FeedPhase.READY, 1)
+    assert isinstance(await anext(lines), BeatLine)
+    sidecar.attach("s2")
+    news = [line async for line in _until_session(lines)]
+    assert news[-1].phase is FeedPhase.ACTIVE
+    await sidecar.die()
+    try:
+        async for line in lines:
+            assert isinstance(line, BeatLine | FeedSession)
+    except SidecarUnreachableError:
+        pass  # how a socket ends is the system's choice
+    await client.close()
+
+
+async def _until_session(lines: AsyncIterator[Any]) -> AsyncIterator[FeedSession]:
+    async for line in lines:
+        if isinstance(line, FeedSession):
+            yield line
+            return
+
+
+def test_lines_of_another_release_are_passed_over() -> None:
+    assert read_line(b'{"kind": "weather"}') is None
+    assert read_line(b"nonsense") is None
+    assert read_line(b'{"kind":"pod","ready":true,"mood":"good"}') == PodLine(ready=True)
+
+
+# --- the ledger server ---------------------------------------------------------------------------
+
+
+async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
+    routes = Routes(valkey.url)
+    redis = Redis.from_url(valkey.url, protocol=2, decode_responses=True)
+    record = RouteRecord(
+        token_sha256="a" * 64,
+        phase=SessionPhase.QUEUED,
+        pool="a/b",
+        session="c/d",
+        queue_position=2,
+    )
+    assert await routes.read("r1") is None
+    await routes.write("r1", record, 60_000)
+    assert await routes.read("r1") == record
+    assert 0 < await redis.pttl(route_key("r1")) <= 60_000
+    shorter = record.model_copy(update={"queue_position": None})
+    await routes.write("r1", shorter, 60_000)
+    assert await routes.read("r1") == shorter
+    assert [uid async for uid, _ in routes.records() if uid == "r1"] == ["r1"]
+
+    lease = await routes.lease("r1")
+    assert (lease.held, lease.fence, lease.phase) == (False, 0, "")
+    far = {"until": "99999999999999", "nonce": "n", "fence": "7", "phase": "open"}
+    await redis.hset("duplex:{r1}:meta", mapping=far)  # type: ignore[misc]
+    lease = await routes.lease("r1")
+    assert (lease.held, lease.fence, lease.phase) == (True, 7, "open")
+
+    woken: asyncio.Queue[str] = asyncio.Queue()
+    task = asyncio.create_task(routes.wakes(woken.put_nowait))
+    async with asyncio.timeout(10):
+        while woken.empty():
+            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "r1"})
+            await asyncio.sleep(0.02)
+        assert await woken.get() == "r1"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await routes.drop("r1")
+    assert await routes.read("r1") is None
+    await redis.aclose()
+    await routes.close()
+
+
+async def test_a_ledger_that_is_away_is_an_answer() -> None:
+    routes = Routes("redis://127.0.0.1:9")
+    with pytest.raises(LedgerAwayError):
+        await routes.read("r1")
+    assert routes.failures == 1
+    await routes.close()

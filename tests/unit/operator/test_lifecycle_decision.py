@@ -1,0 +1,431 @@
+"""The next step of a session's life."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duplex_api.session import (
+    DesiredState,
+    Placement,
+    SessionPhase,
+    SessionSpec,
+    SessionStatus,
+    TokenSecret,
+)
+from duplex_api.window import DEFAULT_WINDOW
+from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
+from duplex_operator.decide.actions import (
+    Action,
+    AskForSlot,
+    AssignToken,
+    Delete,
+    End,
+    EnsureFinalizer,
+    Erase,
+    Nothing,
+    Open,
+    Park,
+    Place,
+    RemoveFinalizer,
+    WriteStatus,
+)
+from duplex_operator.decide.facts import (
+    LedgerPhase,
+    LedgerWord,
+    Memory,
+    PodHealth,
+    PodView,
+    Refusal,
+    SessionFacts,
+    Token,
+)
+from duplex_operator.decide.lifecycle import decide
+from duplex_operator.decide.placement import Assignment, Wait, WaitReason
+from duplex_operator.decide.status import build_status, condition_of, only_counters, status_patch
+from duplex_operator.feed import AudioReport, FeedPhase, FeedSession, LastRebuildReport
+from duplex_operator.names import SESSION_FINALIZER
+from duplex_operator.objects import Meta, ObjectKey, SessionObject
+
+pytestmark = pytest.mark.unit
+
+NOW_MS = 1_900_000_000_000
+TOKEN = Token(TokenSecret(name="talk-token", key="token"), "a" * 64)
+ACCEPTED = Accepted(DEFAULT_WINDOW.as_policy())
+LIVE = PodView("uid-a", "pod-a", PodHealth.LIVE)
+DEAD = PodView("uid-a", "pod-a", PodHealth.DEAD, "PodGone", "pod pod-a is gone", proven=True)
+SLOT_A = Assignment("uid-a", "pod-a")
+SLOT_B = Assignment("uid-b", "pod-b")
+ON_A = Placement(pod="pod-a", pod_uid="uid-a", fence=3)
+FULL = Wait(WaitReason.NO_FREE_SLOTS, "1 pod of pool default/x is full (1 of 1 slots)", 2)
+
+
+def session(
+    *,
+    status: SessionStatus | None = None,
+    finalizers: tuple[str, ...] = (SESSION_FINALIZER,),
+    deleted_ms: int = 0,
+    **spec: Any,
+) -> SessionObject:
+    meta = Meta(
+        key=ObjectKey("default", "talk"),
+        uid="uid-of-talk",
+        version="1",
+        generation=1,
+        created_ms=NOW_MS - 60_000,
+        deleted_ms=deleted_ms,
+        finalizers=finalizers,
+        labels={},
+        annotations={},
+    )
+    full = SessionSpec.model_validate({"poolRef": {"name": "x"}, **spec})
+    return SessionObject(meta, full, status or SessionStatus())
+
+
+def facts(found: SessionObject | None = None, **changes: Any) -> SessionFacts:
+    base = SessionFacts(
+        session=found or session(),
+        verdict=ACCEPTED,
+        now_ms=NOW_MS,
+        endpoint="wss://example",
+        memory=Memory(),
+        token=TOKEN,
+    )
+    return replace(base, **changes)
+
+
+def placed(phase: SessionPhase = SessionPhase.QUEUED, **changes: Any) -> SessionFacts:
+    """A session with a slot on pod-a, with the status the operator itself would have written."""
+    start = facts(session(**changes.pop("spec", {})))
+    status = build_status(start, phase, "Placed", "placed", placement=ON_A)
+    return replace(start, session=replace(start.session, status=status), pod=LIVE, **changes)
+
+
+def said(phase: FeedPhase = FeedPhase.READY, **changes: Any) -> FeedSession:
+    return FeedSession(session="uid-of-talk", phase=phase, **{"fence": 3, **changes})
+
+
+def test_a_new_session_goes_step_by_step() -> None:
+    assert decide(facts(session(finalizers=()))) == EnsureFinalizer()
+    assert decide(facts(token=None)) == AssignToken()
+    assert decide(facts()) == AskForSlot()
+    place = decide(facts(promise=SLOT_A))
+    assert isinstance(place, Place)
+    assert place.status.placement == Placement(pod="pod-a", pod_uid="uid-a", fence=1)
+    assert place.status.window == DEFAULT_WINDOW.as_policy()
+    assert place.status.token_secret == TOKEN.secret
+
+
+def test_a_placed_session_is_opened_once_and_reflected() -> None:
+    assert decide(placed()) == Open("uid-a", 3, "")
+    opened = Memory(opened_fence=3, opened_ms=NOW_MS - 1_000)
+    assert decide(placed(memory=opened)) == Nothing(4.0)
+    stale = Memory(opened_fence=3, opened_ms=NOW_MS - 6_000)
+    assert isinstance(decide(placed(memory=stale)), Open)
+    action = decide(placed(said=said()))
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.event) == (SessionPhase.READY, True)
+    untold = Memory(token_untold=True)
+    assert decide(placed(SessionPhase.READY, said=said(), memory=untold)) == Open("uid-a", 3, "")
+
+
+def test_the_fence_only_grows() -> None:
+    lost = placed(SessionPhase.READY, promise=SLOT_B)
+    lost = replace(lost, pod=DEAD)
+    place = decide(lost)
+    assert isinstance(place, Place)
+    assert place.status.placement is not None
+    assert place.status.placement.fence == 4
+    assert place.status.last_placement == ON_A
+    assert place.status.phase is SessionPhase.MOVING
+    ahead = LedgerWord(LedgerPhase.OPEN, 1_000_007, "")
+    place = decide(replace(lost, ledger=ahead))
+    assert isinstance(place, Place)
+    assert place.status.placement is not None
+    assert place.status.placement.fence == 1_000_008
+
+
+def test_a_lost_session_asks_first_and_is_written_down_only_if_it_waits() -> None:
+    lost = replace(placed(SessionPhase.ACTIVE), pod=DEAD)
+    assert decide(lost) == AskForSlot()
+    action = decide(replace(lost, wait=FULL))
+    assert isinstance(action, WriteStatus)
+    assert action.status.placement is None
+    assert (action.reason, action.warning, action.queued) == ("PodGone", True, True)
+
+
+@pytest.mark.parametrize("code", ["no_slot", "stale_fence", "draining", "manifest_conflict"])
+def test_a_refusal_is_final_for_that_placement(code: str) -> None:
+    refused = placed(memory=Memory(refusal=Refusal(3, code, "no")))
+    assert decide(refused) == AskForSlot()
+    assert isinstance(decide(replace(refused, promise=SLOT_B)), Place)
+    of_before = placed(memory=Memory(refusal=Refusal(2, code, "no")))
+    assert isinstance(decide(of_before), Open)
+
+
+def test_a_pod_that_is_not_heard_is_waited_for() -> None:
+    unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
+    assert decide(replace(placed(), pod=unheard)) == Nothing(0.5)
+
+
+def test_a_session_that_its_replica_lost_is_placed_again() -> None:
+    lost = placed(SessionPhase.READY)
+    assert decide(lost) == AskForSlot()
+    parked = replace(lost, ledger=LedgerWord(LedgerPhase.PARKED, 3, "client_away"))
+    action = decide(parked)
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.reason) == (SessionPhase.PARKED, "ClientAway")
+    ended = replace(lost, ledger=LedgerWord(LedgerPhase.ENDED, 3, "max_duration"))
+    action = decide(ended)
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.reason) == (SessionPhase.ENDED, "MaxDuration")
+
+
+def test_whoever_talks_on_a_leaving_pod_is_placed_again_others_park() -> None:
+    alone = placed(SessionPhase.READY, said=said(FeedPhase.PARKED, reason="drain"))
+    action = decide(alone)
+    assert isinstance(action, WriteStatus)
+    assert action.status.phase is SessionPhase.PARKED
+    talking = placed(
+        SessionPhase.ACTIVE, said=said(FeedPhase.PARKED, reason="drain", attached=True)
+    )
+    assert decide(talking) == AskForSlot()
+
+
+def test_parked_until_somebody_wants_it() -> None:
+    start = placed(SessionPhase.READY, said=said(FeedPhase.PARKED, reason="client_away"))
+    action = decide(start)
+    assert isinstance(action, WriteStatus)
+    parked = facts(session(status=action.status))
+    assert decide(parked) == Nothing(1800.0)
+    assert decide(replace(parked, memory=Memory(woken=True))) == AskForSlot()
+    late = replace(parked, now_ms=NOW_MS + 1_800_000)
+    action = decide(late)
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.reason) == (SessionPhase.ENDED, "IdleTimeout")
+
+
+def test_the_owners_wish() -> None:
+    wish = {"desiredState": "Parked"}
+    assert decide(placed(SessionPhase.READY, said=said(), spec=wish)) == Park("uid-a")
+    asked = Memory(asked_park_ms=NOW_MS - 500)
+    assert decide(placed(SessionPhase.READY, said=said(), spec=wish, memory=asked)) == Nothing(1.5)
+    action = decide(facts(session(**wish)))
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.reason) == (SessionPhase.PARKED, "Requested")
+    running_again = session(status=action.status)
+    assert decide(facts(running_again)) == AskForSlot()
+    closed = {"desiredState": "Closed"}
+    assert decide(placed(SessionPhase.READY, said=said(), spec=closed)) == End("uid-a", "Closed")
+    action = decide(facts(session(**closed)))
+    assert isinstance(action, WriteStatus)
+    assert action.status.phase is SessionPhase.ENDED
+    assert condition_of(action.status, "Ended") is not None
+
+
+def test_an_ended_session_is_deleted_after_its_ttl() -> None:
+    action = decide(placed(SessionPhase.READY, said=said(FeedPhase.ENDED, reason="idle")))
+    assert isinstance(action, WriteStatus)
+    ended = facts(session(status=action.status))
+    assert decide(ended) == Nothing(3600.0)
+    assert isinstance(decide(replace(ended, now_ms=NOW_MS + 3_600_000)), Delete)
+
+
+def test_deletion_ends_erases_and_lets_go() -> None:
+    running = placed(SessionPhase.READY, said=said())
+    meta = replace(running.session.meta, deleted_ms=NOW_MS - 1_000)
+    leaving = replace(running, session=replace(running.session, meta=meta))
+    assert decide(leaving) == End("uid-a", "Deleted")
+    assert decide(replace(leaving, memory=Memory(ended=True))) == Erase()
+    assert decide(replace(leaving, pod=DEAD)) == Erase()
+    action = decide(replace(leaving, memory=Memory(ended=True, erased=True)))
+    assert isinstance(action, RemoveFinalizer)
+    assert (action.reason, action.warning) == ("Erased", False)
+    action = decide(replace(leaving, now_ms=NOW_MS + 30_000))
+    assert isinstance(action, RemoveFinalizer)
+    assert (action.reason, action.warning) == ("ErasurePending", True)
+    gone = replace(leaving.session, meta=replace(meta, finalizers=("other",)))
+    assert decide(replace(leaving, session=gone)) == Nothing()
+
+
+def test_what_is_refused_is_told_and_live_sessions_are_left_alone() -> None:
+    refused = Refused(RefusalReason.POOL_NOT_FOUND, "there is no pool default/x")
+    action = decide(facts(verdict=refused))
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.event) == (SessionPhase.PENDING, True)
+    accepted = condition_of(action.status, "Accepted")
+    assert accepted is not None
+    assert (accepted.status, accepted.reason) == ("False", "PoolNotFound")
+    told = facts(session(status=action.status), verdict=refused)
+    assert decide(told) == Nothing(5.0)
+    live = decide(placed(SessionPhase.READY, said=said(FeedPhase.ACTIVE), verdict=refused))
+    assert isinstance(live, WriteStatus)
+    assert live.status.placement == ON_A
+
+
+def test_a_short_wait_is_not_written_down_and_positions_not_often() -> None:
+    waits = facts(wait=FULL, memory=Memory(waits_since_ms=NOW_MS - 400))
+    assert decide(waits) == Nothing(0.6, queued=True)
+    action = decide(replace(waits, memory=Memory(waits_since_ms=NOW_MS - 1_000)))
+    assert isinstance(action, WriteStatus)
+    assert (action.status.queue_position, action.queued) == (2, True)
+    queued = facts(
+        session(status=action.status),
+        wait=replace(FULL, position=1),
+        memory=Memory(waits_since_ms=NOW_MS - 9_000, positioned_ms=NOW_MS - 5_000),
+    )
+    assert decide(queued) == Nothing(10.0, queued=True)
+    later = replace(queued, memory=replace(queued.memory, positioned_ms=NOW_MS - 15_000))
+    assert isinstance(decide(later), WriteStatus)
+
+
+def test_counters_alone_wait_for_their_minute() -> None:
+    first = decide(placed(said=said()))
+    assert isinstance(first, WriteStatus)
+    ready = placed(said=said(units=9, audio=AudioReport(longest_gap_ms=3)))
+    ready = replace(ready, session=replace(ready.session, status=first.status))
+    flushed = replace(ready, memory=Memory(flushed_ms=NOW_MS - 20_000))
+    assert decide(flushed) == Nothing(40.0)
+    due = decide(replace(ready, memory=Memory(flushed_ms=NOW_MS - 60_000)))
+    assert isinstance(due, WriteStatus)
+    assert only_counters(status_patch(first.status, due.status))
+    assert due.status.units == 9
+    attached = replace(flushed, said=said(FeedPhase.ACTIVE, attached=True, units=9))
+    action = decide(attached)
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.event) == (SessionPhase.ACTIVE, False)
+
+
+def test_conditions_tell_pace_and_window() -> None:
+    first = decide(placed(said=said()))
+    assert isinstance(first, WriteStatus)
+    slow = said(
+        keeping_pace=False,
+        ledger_durable=False,
+        audio=AudioReport(underruns=2),
+        last_rebuild=LastRebuildReport("slide", 1_400.0, "t" * 40),
+    )
+    now = placed(said=slow)
+    now = replace(now, session=replace(now.session, status=first.status))
+    action = decide(now)
+    assert isinstance(action, WriteStatus)
+    for name, reason in (
+        ("KeepingPace", "AudioLate"),
+        ("WindowHealthy", "RebuildSlow"),
+        ("LedgerDurable", "LedgerUnavailable"),
+    ):
+        found = condition_of(action.status, name)
+        assert found is not None
+        assert (found.status, found.reason) == ("False", reason)
+    assert action.status.last_rebuild is not None
+    assert action.status.last_rebuild.trace_id == "t" * 32
+
+
+# --- a whole life, simulated --------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """What the actions act on. Every step may be lost: `forget` is an operator's restart."""
+
+    facts: SessionFacts
+    slots: list[Assignment]
+    running: dict[str, FeedSession] = field(default_factory=dict)
+    gone: bool = False
+    finalized: bool = False
+    taken: list[int] = field(default_factory=list)
+
+    def look(self) -> SessionFacts:
+        placement = self.facts.placement
+        if placement is None:
+            return replace(self.facts, pod=None, said=None)
+        pod = PodView(placement.pod_uid, placement.pod, PodHealth.LIVE)
+        return replace(self.facts, pod=pod, said=self.running.get(placement.pod_uid))
+
+    def apply(self, action: Action) -> None:
+        before = self.facts
+        match action:
+            case EnsureFinalizer():
+                self._meta(finalizers=(SESSION_FINALIZER,))
+            case AssignToken():
+                self.facts = replace(before, token=TOKEN)
+            case AskForSlot():
+                self.facts = replace(before, promise=self.slots[0])
+            case Place(status=status):
+                self._status(status)
+                self.facts = replace(self.facts, promise=None)
+                assert status.placement is not None
+                self.taken.append(status.placement.fence)
+            case Open(pod_uid=pod, fence=fence):
+                self.running[pod] = said(fence=fence)
+            case Park(pod_uid=pod):
+                self.running[pod] = said(FeedPhase.PARKED, fence=self.running[pod].fence)
+            case End(pod_uid=pod):
+                self.running.pop(pod, None)
+                self.facts = replace(before, memory=replace(before.memory, ended=True))
+            case WriteStatus(status=status):
+                self._status(status)
+            case Erase():
+                self.facts = replace(before, memory=replace(before.memory, erased=True))
+            case RemoveFinalizer():
+                self._meta(finalizers=())
+                self.gone = True
+            case Delete():
+                self._meta(deleted_ms=before.now_ms)
+            case Nothing():
+                pass
+
+    def forget(self) -> None:
+        """The operator starts again: the token's hash and all memory are gone."""
+        self.facts = replace(self.facts, memory=Memory(), promise=None, wait=None, token=None)
+
+    def _meta(self, **changes: Any) -> None:
+        found = self.facts.session
+        self.facts = replace(
+            self.facts, session=replace(found, meta=replace(found.meta, **changes))
+        )
+
+    def _status(self, status: SessionStatus) -> None:
+        self.facts = replace(self.facts, session=replace(self.facts.session, status=status))
+
+
+@given(
+    st.lists(st.booleans(), max_size=12),
+    st.sampled_from(list(DesiredState)),
+    st.booleans(),
+)
+def test_every_life_comes_to_rest(
+    restarts: list[bool], desired: DesiredState, deleted: bool
+) -> None:
+    start = session(finalizers=(), deleted_ms=0, desiredState=str(desired))
+    world = World(facts(start, token=None), [SLOT_A])
+    for step, restart in enumerate((*restarts, *[False] * 30)):
+        if deleted and step == 6 and not world.gone:
+            world.facts = replace(
+                world.facts,
+                session=replace(
+                    world.facts.session,
+                    meta=replace(world.facts.session.meta, deleted_ms=NOW_MS),
+                ),
+            )
+        action = decide(world.look())
+        world.apply(action)
+        if restart:
+            world.forget()
+    # At rest: deciding again says that there is nothing to do.
+    assert isinstance(decide(world.look()), Nothing)
+    assert world.taken == sorted(set(world.taken))
+    status = world.facts.session.status
+    if deleted:
+        assert world.gone or SESSION_FINALIZER not in world.facts.session.meta.finalizers
+        assert not world.running
+        return
+    expected = {
+        DesiredState.RUNNING: SessionPhase.READY,
+        DesiredState.PARKED: SessionPhase.PARKED,
+        DesiredState.CLOSED: SessionPhase.ENDED,
+    }
+    assert status.phase is expected[desired]
+    assert bool(world.running) == (desired is DesiredState.RUNNING)

@@ -1,0 +1,203 @@
+"""The small pure parts: acceptance, route records, tokens, manifests, settings, numbers."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duplex_api.manifest import load_manifest
+from duplex_api.routes import RouteRecord, route_key, route_uid
+from duplex_api.session import SessionPhase
+from duplex_api.window import DEFAULT_WINDOW
+from duplex_operator.apply import Throttle
+from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused, judge
+from duplex_operator.decide.status import camel_reason, status_patch
+from duplex_operator.health import metric_lines
+from duplex_operator.manifests import manifest_text
+from duplex_operator.objects import PoolObject, SessionObject, read_pool, read_session
+from duplex_operator.settings import OperatorSettings
+from duplex_operator.tokens import TokenUnusableError, token_hash
+
+pytestmark = pytest.mark.unit
+
+
+def pool(**spec: Any) -> PoolObject:
+    found = read_pool(
+        {
+            "metadata": {"name": "x", "namespace": "models"},
+            "spec": {"checkpoint": {"path": "/model"}, "slots": 2, **spec},
+        }
+    )
+    assert found is not None
+    return found
+
+
+def session(namespace: str = "models", **spec: Any) -> SessionObject:
+    reference = {"name": "x", "namespace": "models"}
+    found = read_session(
+        {
+            "metadata": {"name": "talk", "namespace": namespace, "uid": "u"},
+            "spec": {"poolRef": reference, **spec},
+        }
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("allowed", "namespace", "accepted"),
+    [
+        (None, "models", True),
+        (None, "others", False),
+        ({"from": "All"}, "others", True),
+        ({"from": "Same"}, "others", False),
+        ({"from": "Listed", "names": ["others"]}, "others", True),
+        ({"from": "Listed", "names": ["others"]}, "third", False),
+        ({"from": "Listed", "names": ["others"]}, "models", True),
+    ],
+)
+def test_whose_sessions_a_pool_takes(
+    allowed: dict[str, Any] | None, namespace: str, accepted: bool
+) -> None:
+    spec = {} if allowed is None else {"allowedNamespaces": allowed}
+    verdict = judge(session(namespace), pool(**spec))
+    if accepted:
+        assert isinstance(verdict, Accepted)
+    else:
+        assert isinstance(verdict, Refused)
+        assert verdict.reason is RefusalReason.NAMESPACE_NOT_ALLOWED
+
+
+def test_the_window_is_resolved_by_the_pool_and_then_pinned() -> None:
+    presets = {"long": {"mode": "context", "contextMaxUnits": 60}}
+    with_preset = pool(windowPresets=presets, defaultWindowPreset="long")
+    verdict = judge(session(), with_preset)
+    assert isinstance(verdict, Accepted)
+    assert verdict.window.context_max_units == 60
+    assert isinstance(judge(session(windowPreset="none"), with_preset), Refused)
+    pinned = session()
+    status = pinned.status.model_copy(update={"window": DEFAULT_WINDOW.as_policy()})
+    verdict = judge(SessionObject(pinned.meta, pinned.spec, status), with_preset)
+    assert verdict == Accepted(DEFAULT_WINDOW.as_policy())
+
+
+def test_an_impossible_window_is_refused_with_its_field() -> None:
+    window = {"basicWindowHighTokens": 100, "mode": "basic"}
+    verdict = judge(session(window=window), pool())
+    assert isinstance(verdict, Refused)
+    assert verdict.reason is RefusalReason.INVALID_WINDOW
+    assert "basicWindowHighTokens" in verdict.sentence
+
+
+@pytest.mark.parametrize("source", ["secretRef", "configMapRef"])
+def test_a_voice_that_is_not_served_takes_no_slot(source: str) -> None:
+    verdict = judge(session(voice={source: {"name": "mine"}}), pool())
+    assert isinstance(verdict, Refused)
+    assert verdict.reason is RefusalReason.VOICE_NOT_SERVED
+
+
+def test_what_a_sidecar_gets_is_a_manifest_without_what_is_not_its_business() -> None:
+    found = session(
+        priority=7,
+        desiredState="Running",
+        windowPreset="long",
+        tokenSecretRef={"name": "mine"},
+        prompt='Say "ja":\n{{ .Values }} \u2028 $(rm)',
+    )
+    text = manifest_text(found, DEFAULT_WINDOW.as_policy())
+    assert text == manifest_text(found, DEFAULT_WINDOW.as_policy())
+    loaded = load_manifest(text)
+    assert loaded.spec.prompt == found.spec.prompt
+    assert loaded.spec.window == DEFAULT_WINDOW.as_policy()
+    assert set(json.loads(text)["spec"]) == {"poolRef", "prompt", "window"}
+
+
+@given(st.text(max_size=200))
+def test_any_prompt_reaches_the_sidecar_as_it_is(prompt: str) -> None:
+    found = session()
+    spec = found.spec.model_copy(update={"prompt": prompt})
+    text = manifest_text(SessionObject(found.meta, spec, found.status), DEFAULT_WINDOW.as_policy())
+    assert load_manifest(text).spec.prompt == prompt
+
+
+def test_route_records_come_back_and_keys_are_ours_alone() -> None:
+    record = RouteRecord(token_sha256="0" * 64, phase=SessionPhase.READY, pool="a/b", session="c/d")
+    assert RouteRecord.from_hash(record.to_hash()) == record
+    assert RouteRecord.from_hash({}) is None
+    assert route_uid(route_key("u-1")) == "u-1"
+    assert route_uid("duplex:{u-1}:meta") is None
+    with pytest.raises(ValueError, match="session id"):
+        route_key("a}b")
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [(None, "has no key"), (b"short", "16 to 512 bytes"), (b"x" * 600, "16 to 512 bytes")],
+)
+def test_a_token_that_will_not_do(value: bytes | None, sentence: str) -> None:
+    data = {} if value is None else {"token": base64.b64encode(value).decode()}
+    with pytest.raises(TokenUnusableError, match=sentence) as caught:
+        token_hash({"data": data}, "token")
+    assert "short" not in str(caught.value)
+
+
+def test_a_token_is_taken_without_the_newline_of_a_file() -> None:
+    one, other = (
+        {"data": {"token": base64.b64encode(text).decode()}}
+        for text in (b"a-token-long-enough", b"a-token-long-enough\n")
+    )
+    assert token_hash(one, "token") == token_hash(other, "token")
+
+
+def test_a_status_patch_removes_what_is_gone() -> None:
+    found = session().status
+    before = found.model_copy(update={"queue_position": 3, "units": 1})
+    after = found.model_copy(update={"queue_position": None, "units": 2})
+    assert status_patch(before, after) == {"queuePosition": None, "units": 2}
+    assert status_patch(after, after) == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("client_away", "ClientAway"),
+        ("", "Parked"),
+        ("maxDuration", "MaxDuration"),
+        ("!", "Parked"),
+    ],
+)
+def test_words_of_a_sidecar_become_reasons(word: str, reason: str) -> None:
+    assert camel_reason(word, "Parked") == reason
+
+
+def test_settings_name_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="DUPLEX_REDIS_URL"):
+        OperatorSettings.from_environment({"DUPLEX_NAMESPACE": "duplex"})
+    settings = OperatorSettings.from_environment(
+        {
+            "DUPLEX_NAMESPACE": "duplex",
+            "DUPLEX_REDIS_URL": "redis://ledger",
+            "DUPLEX_WATCH_NAMESPACES": "b, a,,",
+        }
+    )
+    assert settings.watch_namespaces == ("a", "b")
+    assert settings.watches("a")
+    assert not settings.watches("c")
+
+
+def test_a_throttle_lets_a_burst_through_and_then_paces() -> None:
+    now_s = 10.0
+    throttle = Throttle(10.0, 3, lambda: now_s)
+    assert [round(throttle.delay_s(), 3) for _ in range(5)] == [0.0, 0.0, 0.0, 0.1, 0.2]
+    now_s = 11.0
+    assert throttle.delay_s() == 0.0
+
+
+def test_numbers_are_told_as_prometheus_reads_them() -> None:
+    text = "".join(metric_lines({'a_total{x="1"}': 3, 'a_total{x="2"}': 4, "b": 0.5}))
+    assert text == (
+        '# TYPE a_total counter\na_total{x="1"} 3\na_total{x="2"} 4\n# TYPE b gauge\nb 0.5\n'
+    )
