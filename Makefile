@@ -9,7 +9,8 @@ SHELL := bash
 ENGINE ?= cpu
 PYTHON := .venv/bin/python
 
-.PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down demo-cluster
+.PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down \
+  test-cluster demo-cluster
 
 help: ## what can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,10 +45,16 @@ bench: env ## speed and memory, as JSON with conditions (BENCH="--quick units" f
 generate: env ## write the generated files (CRDs and the chart's copies)
 	@$(PYTHON) -m scripts.generate_crds
 
-cluster-up: ## not there yet: a real Kubernetes cluster on this machine
-cluster-down: ## not there yet: ends it
+cluster-up: env ## a real Kubernetes cluster of two nodes on this machine (root; the first time 10 to 20 minutes)
+	@$(PYTHON) -m scripts.cluster up
+
+cluster-down: env ## ends it; only the cache of binaries and images stays
+	@$(PYTHON) -m scripts.cluster down
+
+test-cluster: env ## the tier that needs that cluster, or the one of KUBECONFIG
+	@$(PYTHON) -m scripts.run_tests cluster
+
 demo-cluster: ## not there yet: the demo on that cluster
-cluster-up cluster-down demo-cluster:
-	@echo "make $@: not there yet. The operator and its cluster tier are not part of this release." >&2
+	@echo "make $@: not there yet. The operator is not part of this release." >&2
 	@echo "What works today, on one machine: make demo" >&2
 	@exit 1

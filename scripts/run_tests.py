@@ -2,9 +2,12 @@
 
 python -m scripts.run_tests              unit, integration, client, fault
 python -m scripts.run_tests unit fault   only these
+python -m scripts.run_tests cluster      on a real Kubernetes cluster; not among the first four
 python -m scripts.run_tests --long       the property tests with many more cases
 
-The last line counts everything. Exits 1 if any test failed or a tier ran none.
+The last line counts everything. Exits 1 if any test failed or a tier ran none. Where there can be
+no cluster of nodes, the tests of the tier `cluster` that need one do not run; the last lines say
+so, and on a CI machine that is a failure.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from scripts.cluster import why_not
 from scripts.tiers import LONG_PROFILE, PROFILE_VARIABLE, TIER_OF_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +99,9 @@ def main() -> int:
     print("\ntier           seconds")
     for result in results:
         print(f"{result.tier:14} {result.seconds:7.1f}  {result.sentence()}")
+    reason = why_not() if "cluster" in arguments.tiers else None
+    if reason is not None:
+        print(f"cluster: NOT RUN are the tests on nodes: {reason}")
     passed = sum(result.passed for result in results)
     failed = sum(result.failed for result in results)
     skipped = sum(result.skipped for result in results)

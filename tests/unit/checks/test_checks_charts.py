@@ -1,6 +1,5 @@
 """What can be said of the charts without Helm."""
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -22,17 +21,6 @@ def test_a_chart_has_the_version_of_the_package(name: str) -> None:
         project["version"],
         project["version"],
     )
-
-
-def test_every_value_is_in_the_schema() -> None:
-    """The schema refuses values that it does not know, so it has to know the shipped ones."""
-    folder = ROOT / "charts" / "duplex"
-    values = yaml.safe_load((folder / "values.yaml").read_text(encoding="utf-8"))
-    schema = json.loads((folder / "values.schema.json").read_text(encoding="utf-8"))
-    assert set(schema["required"]) == set(values)
-    for name, inner in values.items():
-        assert set(schema["properties"][name]["required"]) == set(inner)
-        assert set(schema["properties"][name]["properties"]) == set(inner)
 
 
 def test_the_crd_chart_holds_the_two_kinds_and_nothing_to_render() -> None:

@@ -1,0 +1,59 @@
+"""The checked-in manifests are what Helm makes of the chart today. Needs Helm alone."""
+
+import difflib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts import cluster, render_charts
+
+pytestmark = pytest.mark.cluster
+
+SETS = sorted(render_charts.VALUES.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helm() -> None:
+    """Compiles it if it is not in the cache."""
+    try:
+        render_charts.helm()
+    except render_charts.HelmMissingError:
+        cluster.build(("helm",))
+
+
+@pytest.mark.parametrize("values", SETS, ids=lambda path: path.stem)
+def test_the_golden_manifests_are_what_helm_renders(values: Path) -> None:
+    golden = (render_charts.GOLDEN / values.name).read_text(encoding="utf-8")
+    made = render_charts.stable(render_charts.objects(values))
+    differing = difflib.unified_diff(golden.splitlines(), made.splitlines(), lineterm="", n=2)
+    assert "\n".join(differing) == "", "python -m scripts.render_charts writes them anew"
+
+
+def test_the_example_values_are_rendered() -> None:
+    values = render_charts.ROOT / "examples" / "helm" / "values.yaml"
+    kinds = {found["kind"] for found in render_charts.objects(values)}
+    assert {"PodMonitor", "NetworkPolicy", "ConfigMap", "Deployment"} <= kinds
+
+
+def test_helm_refuses_values_by_the_schema() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        render_charts.objects(SETS[0], "--set", "gateway.replica=2")
+    assert "additional properties 'replica' not allowed" in refused.value.stderr
+
+
+def test_a_default_pool_wants_its_kind_first() -> None:
+    command = [render_charts.helm(), "template", "talk", str(render_charts.CHART)]
+    command += ["--values", str(render_charts.VALUES / "everything.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "install the chart duplex-crds first" in done.stderr
+
+
+def test_both_charts_pass_lint() -> None:
+    charts = [
+        str(chart) for chart in (render_charts.CHART, render_charts.CHART.parent / "duplex-crds")
+    ]
+    command = [render_charts.helm(), "lint", "--strict", *charts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

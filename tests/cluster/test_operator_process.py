@@ -1,0 +1,124 @@
+"""Two operators as processes of their own: one leads, the other takes over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.api_servers import ApiServer
+from support.kube import reserve_port, until
+
+from duplex_api.constants import API_VERSION
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+
+pytestmark = pytest.mark.cluster
+
+TAKEOVER_S = 20.0
+
+
+@dataclass
+class Process:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def page(self, path: str) -> str:
+        """Empty while there is no answer, or another one than 200."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2) as page:
+                return str(page.read(), "utf-8")
+        except OSError:
+            return ""
+
+    def leads(self) -> bool:
+        return "duplex_operator_leads 1" in self.page("/metrics")
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextmanager
+def operator(api_server: ApiServer, namespace: str, redis_url: str) -> Iterator[Process]:
+    with reserve_port() as reserved:
+        port = int(reserved.getsockname()[1])
+    environment = {
+        **api_server.environment(),
+        "DUPLEX_NAMESPACE": namespace,
+        "DUPLEX_WATCH_NAMESPACES": namespace,
+        "DUPLEX_REDIS_URL": redis_url,
+        "DUPLEX_HEALTH_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = (sys.executable, "-m", "duplex_operator")
+    with subprocess.Popen(command, env=environment, cwd=Path.cwd()) as process:
+        try:
+            yield Process(process, port)
+        finally:
+            process.kill()
+
+
+def session(name: str) -> dict[str, object]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "DuplexSession",
+        "metadata": {"name": name},
+        "spec": {"poolRef": {"name": "nowhere"}},
+    }
+
+
+def test_the_second_operator_takes_over(
+    api_server: ApiServer, api_namespace: str, valkey: EmbeddedValkey
+) -> None:
+    def told(name: str) -> bool:
+        found = api_server.get("dxs", name, api_namespace)
+        return found.get("status", {}).get("reason") == "PoolNotFound"
+
+    with ExitStack() as stack:
+        first = stack.enter_context(operator(api_server, api_namespace, valkey.url))
+        until(first.leads, "the first leads", 60)
+        until(lambda: first.page("/readyz"), "the first is ready", 60)
+        assert first.page("/healthz")
+        second = stack.enter_context(operator(api_server, api_namespace, valkey.url))
+        until(lambda: second.page("/readyz"), "the second stands by", 60)
+        api_server.create(session("one"), api_namespace)
+        until(lambda: told("one"), "the first works", 20)
+        assert not second.leads()
+
+        os.kill(first.process.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        api_server.create(session("two"), api_namespace)
+        until(lambda: told("two"), "the second works", TAKEOVER_S + 5)
+        assert time.monotonic() - killed_s <= TAKEOVER_S
+
+        third = stack.enter_context(operator(api_server, api_namespace, valkey.url))
+        until(lambda: third.page("/readyz"), "the third stands by", 60)
+        second.process.terminate()
+        ended_s = time.monotonic()
+        assert second.process.wait(10) == 0
+        until(third.leads, "the third leads", 10)
+        assert time.monotonic() - ended_s < 10
+
+
+def test_a_missing_setting_is_named() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DUPLEX_")}
+    done = subprocess.run(
+        (sys.executable, "-m", "duplex_operator"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "duplex-operator: DUPLEX_NAMESPACE is not set\n"

@@ -1,0 +1,565 @@
+"""Sessions under a running operator: a real API server, a real ledger server, stand-in sidecars."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import pytest
+from redis.asyncio import Redis
+from support.api_servers import ApiServer
+from support.operators import (
+    ADMIN_TOKEN,
+    Place,
+    Reaper,
+    RunningOperator,
+    login,
+    operating,
+    placed,
+    until,
+)
+from support.stand_in_sidecar import StandInSidecar, sha256
+
+from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, route_key
+from duplex_api.session import SessionPhase
+from duplex_operator.apply import POOLS, SECRETS, SESSIONS, KubernetesApi
+from duplex_operator.names import ADMIN_PORT
+from duplex_operator.objects import ObjectKey
+from duplex_operator.sweep import check_tokens, sweep_once
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+
+pytestmark = pytest.mark.cluster
+
+MOST_STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def redis(valkey: EmbeddedValkey) -> AsyncIterator[Redis]:
+    client = Redis.from_url(valkey.url, protocol=2, decode_responses=True)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def place(
+    api_server: ApiServer, api_namespace: str, valkey: EmbeddedValkey
+) -> AsyncIterator[Place]:
+    async with placed(api_server.kubeconfig, valkey.url, api_namespace) as place:
+        yield place
+
+
+async def route_of(redis: Redis, uid: str) -> RouteRecord | None:
+    fields = await cast("Any", redis.hgetall(route_key(uid)))
+    return RouteRecord.from_hash(fields)
+
+
+async def route_phase(redis: Redis, uid: str) -> str | None:
+    return await cast("Any", redis.hget(route_key(uid), "phase"))
+
+
+async def ledger_phase(redis: Redis, uid: str) -> str | None:
+    return await cast("Any", redis.hget(f"duplex:{{{uid}}}:meta", "phase"))
+
+
+async def token_of(place: Place, status: dict[str, Any]) -> str:
+    found = status["tokenSecret"]
+    secret = await place.user.get(SECRETS, ObjectKey(place.namespace, found["name"]))
+    return base64.b64decode(secret["data"][found["key"]]).decode()
+
+
+def condition(status: dict[str, Any], name: str) -> tuple[str, str]:
+    found = next(one for one in status["conditions"] if one["type"] == name)
+    return found["status"], found["reason"]
+
+
+async def test_a_session_is_ready_after_five_requests(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place) as operator:
+        uid = await place.make_session("talk", prompt="Be brief.", priority=3)
+        status = await place.phase("talk", "Ready")
+        assert pod.calls.count("PUT sessions/*") == 1
+        assert status["placement"] == {"pod": "pod-a", "podUID": pod.pod_uid, "fence": 1}
+        assert status["ledgerId"] == uid
+        assert status["endpoint"] == "wss://duplex.example/v1/realtime"
+        assert status["window"]["contextMaxUnits"] == 24
+        for name in ("Ready", "Accepted", "Placed", "LedgerDurable", "KeepingPace"):
+            assert condition(status, name)[0] == "True", name
+        assert condition(status, "Connected") == ("False", "NoClient")
+
+        async def told() -> list[str]:
+            return [event["reason"] for event in await place.events("talk")]
+
+        await until(told, "an event")
+        assert await told() == ["Ready"]
+        writes = {
+            what: count for what, count in operator.api.requests.items() if "list" not in what
+        }
+        assert writes == {
+            "patch duplexsessions": 1,
+            "create secrets": 1,
+            "patch-status duplexsessions": 2,
+            "create events": 1,
+        }
+    secret = await place.user.get(SECRETS, ObjectKey(place.namespace, "talk-token"))
+    assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == [uid]
+    token = await token_of(place, status)
+    record = await route_of(redis, uid)
+    assert record is not None
+    assert record.token_sha256 == sha256(token) == pod.sessions[uid].token_sha256
+    assert (record.phase, record.session) == (SessionPhase.READY, f"{place.namespace}/talk")
+    manifest = pod.sessions[uid].manifest
+    assert manifest["spec"]["prompt"] == "Be brief."
+    assert manifest["spec"]["window"] == status["window"]
+    assert "priority" not in manifest["spec"]
+
+
+async def test_counters_follow_but_not_at_once(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place, counters_period_s=3.0):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pod.attach(uid)
+        status = await place.phase("talk", "Active")
+        assert condition(status, "Connected") == ("True", "ClientAttached")
+        version = (await place.session("talk") or {})["metadata"]["resourceVersion"]
+        for _ in range(5):
+            pod.talk(uid, 1)
+
+        async def counted() -> bool:
+            return (await place.status("talk"))["units"] == 5
+
+        await until(counted, "five units told")
+        after = (await place.session("talk") or {})["metadata"]["resourceVersion"]
+        assert after != version
+
+
+async def test_two_sessions_want_the_last_slot(place: Place, redis: Redis) -> None:
+    await place.make_pool(slots=1)
+    pod = await place.make_pod("pod-a", slots=1)
+    async with operating(place, counters_period_s=0.5):
+        uids = await asyncio.gather(place.make_session("one"), place.make_session("two"))
+
+        async def settled() -> set[str]:
+            phases = {str((await place.status(name)).get("phase")) for name in ("one", "two")}
+            return phases if phases == {"Ready", "Queued"} else set()
+
+        await until(settled, "one ready, one queued")
+        statuses = {name: await place.status(name) for name in ("one", "two")}
+        waiting = next(name for name in statuses if statuses[name]["phase"] == "Queued")
+        serving = next(name for name in statuses if name != waiting)
+        status = statuses[waiting]
+        assert status["queuePosition"] == 1
+        assert condition(status, "Placed") == ("False", "NoFreeSlots")
+        pool = f"{place.namespace}/pool"
+        assert status["message"] == f"1 pod of pool {pool} is full (1 of 1 slots)"
+        record = await route_of(redis, uids[("one", "two").index(waiting)])
+        assert record is not None
+        assert (record.phase, record.queue_position) == (SessionPhase.QUEUED, 1)
+        assert pod.calls.count("PUT sessions/*") == 1
+        await place.delete_session(serving)
+        status = await place.phase(waiting, "Ready")
+        assert "queuePosition" not in status
+        await place.gone(serving)
+
+
+async def test_a_dead_pods_sessions_are_placed_elsewhere(place: Place) -> None:
+    await place.make_pool()
+    await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        first = await place.phase("talk", "Ready")
+        other = await place.make_pod("pod-b")
+        await place.kill_pod("pod-a")
+
+        async def moved() -> bool:
+            return place.owner_of(uid) == ["pod-b"]
+
+        await until(moved, "moved", timeout_s=6)
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["fence"] == 2
+        assert status["lastPlacement"] == first["placement"]
+        # Its lease had not run out: the pod's death was proven to the new owner.
+        assert first["placement"]["podUID"] in other.broken
+
+
+async def test_a_hung_pod_is_left_when_its_lease_has_run_out(place: Place) -> None:
+    await place.make_pool()
+    hung = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        other = await place.make_pod("pod-b")
+        hung.hang()
+
+        async def moved() -> bool:
+            return uid in other.sessions
+
+        await until(moved, "moved", timeout_s=9)
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["pod"] == "pod-b"
+        assert not other.broken
+
+
+async def test_a_replica_that_starts_again_gets_a_larger_fence(
+    place: Place, valkey: EmbeddedValkey
+) -> None:
+    await place.make_pool()
+    first = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        await first.die()
+        again = StandInSidecar(valkey.url, first.pod_uid, ADMIN_TOKEN, first.host, boot=2)
+        place.pods["pod-a"] = again
+        await again.start(ADMIN_PORT)
+
+        async def back() -> bool:
+            return uid in again.sessions and again.sessions[uid].fence == 2
+
+        await until(back, "back on the same pod")
+        await place.phase("talk", "Ready")
+
+
+async def test_a_deleted_session_is_ended_erased_and_gone(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        await place.delete_session("talk")
+        await place.gone("talk")
+        assert uid not in pod.sessions
+        assert await ledger_phase(redis, uid) == "erased"
+        assert await route_of(redis, uid) is None
+        assert (await place.events("talk"))[-1]["reason"] == "Erased"
+
+
+async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place, erase_bound_s=1.0) as operator:
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pod.refuse["POST erase/*"] = (503, "ledger_unavailable")
+        await place.delete_session("talk")
+        await place.gone("talk")
+        told = (await place.events("talk"))[-1]
+        assert (told["reason"], told["type"]) == ("ErasurePending", "Warning")
+        assert await ledger_phase(redis, uid) == "ended"
+        pod.refuse.clear()
+        assert await sweep_once(operator.reign.context) == 1
+        assert await ledger_phase(redis, uid) == "erased"
+        assert await sweep_once(operator.reign.context) == 0
+
+
+async def test_a_restarted_operator_leaves_live_sessions_alone(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    uids = []
+    async with operating(place):
+        uids = [await place.make_session("one"), await place.make_session("two")]
+        await place.phase("one", "Ready")
+        await place.phase("two", "Ready")
+    pod.attach(uids[0])
+    async with operating(place) as operator:
+        await place.phase("one", "Active")
+        await operator.reign.context.dirty.drained()
+        assert (await place.status("two"))["phase"] == "Ready"
+        assert pod.calls.count("PUT sessions/*") == 2
+        assert operator.api.requests["patch-status duplexsessions"] == 1
+        assert operator.api.requests["get secrets"] == 0
+
+
+async def test_what_happened_without_an_operator_is_made_good(place: Place) -> None:
+    await place.make_pool()
+    first = await place.make_pod("pod-a")
+    async with operating(place):
+        uids = {name: await place.make_session(name) for name in ("ended", "parked")}
+        for name in uids:
+            await place.phase(name, "Ready")
+    await first.end(uids["ended"], "max_duration")
+    await first.park(uids["parked"], "client_away")
+    async with operating(place):
+        status = await place.phase("ended", "Ended")
+        assert status["reason"] == "MaxDuration"
+        status = await place.phase("parked", "Parked")
+        assert status["reason"] == "ClientAway"
+        assert "placement" not in status
+
+
+async def test_a_parked_session_comes_back_for_its_client(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        await pod.park(uid, "client_away")
+        status = await place.phase("talk", "Parked")
+        assert status["lastPlacement"]["fence"] == 1
+        record = await route_of(redis, uid)
+        assert record is not None
+        assert record.phase is SessionPhase.PARKED
+        await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["fence"] == 2
+
+
+async def test_the_owner_parks_runs_and_closes(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        await place.change_session("talk", desiredState="Parked")
+        status = await place.phase("talk", "Parked")
+        assert status["reason"] == "Requested"
+        await place.change_session("talk", desiredState="Running")
+        await place.phase("talk", "Ready")
+        assert uid in pod.sessions
+        await place.change_session("talk", desiredState="Closed")
+        status = await place.phase("talk", "Ended")
+        assert (status["reason"], condition(status, "Ended")[0]) == ("Closed", "True")
+        assert uid not in pod.sessions
+
+
+async def test_a_draining_pods_client_goes_on_elsewhere(place: Place) -> None:
+    await place.make_pool()
+    first = await place.make_pod("pod-a")
+    async with operating(place) as operator:
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        first.attach(uid)
+        await place.phase("talk", "Active")
+        second = await place.make_pod("pod-b")
+
+        async def heard() -> bool:
+            feed = operator.reign.context.fleet.pod(second.pod_uid)
+            return feed is not None and feed.takes_sessions
+
+        await until(heard, "pod-b heard")
+        await operator.reign.context.fleet.drain(first.pod_uid, 5)
+
+        async def moved() -> bool:
+            return uid in second.sessions
+
+        await until(moved, "moved")
+        status = await place.phase("talk", "Ready")
+        assert status["placement"] == {"pod": "pod-b", "podUID": second.pod_uid, "fence": 2}
+
+
+async def test_a_pod_without_room_sends_the_session_on(place: Place) -> None:
+    await place.make_pool()
+    full = await place.make_pod("pod-a")
+    full.refuse["PUT sessions/*"] = (429, "no_slot")
+    async with operating(place):
+        uid = await place.make_session("talk")
+
+        async def asked() -> bool:
+            return full.calls.count("PUT sessions/*") > 0
+
+        await until(asked, "asked")
+        other = await place.make_pod("pod-b")
+        await place.phase("talk", "Ready")
+        assert uid in other.sessions
+
+
+async def test_a_stale_fence_is_stepped_over(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    uid = await place.make_session("talk")
+    meta = f"duplex:{{{uid}}}:meta"
+    await cast("Any", redis.hset(meta, mapping={"fence": "41", "phase": "open", "until": "0"}))
+    async with operating(place):
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["fence"] == 42 == pod.sessions[uid].fence
+
+
+async def test_a_session_of_a_namespace_that_is_not_allowed_waits(place: Place) -> None:
+    await place.make_pod("pod-a")
+    async with operating(place):
+        await place.make_session("talk")
+        status = await place.phase("talk", "Pending")
+        assert condition(status, "Accepted") == ("False", "PoolNotFound")
+        await place.make_pool()
+        await place.phase("talk", "Ready")
+
+
+async def test_the_users_own_token(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    reference = {"name": "mine", "key": "secret"}
+    async with operating(place) as operator:
+        uid = await place.make_session("talk", tokenSecretRef=reference)
+        status = await place.phase("talk", "Pending")
+        assert condition(status, "Accepted") == ("False", "TokenUnusable")
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "mine"},
+            "stringData": {"secret": "a-token-of-the-user"},
+        }
+        await place.user.create(SECRETS, place.namespace, secret)
+        status = await place.phase("talk", "Ready", timeout_s=20)
+        assert status["tokenSecret"] == reference
+        assert pod.sessions[uid].token_sha256 == sha256("a-token-of-the-user")
+        change = {"stringData": {"secret": "another-token-of-the-user"}}
+        await place.user.patch(SECRETS, ObjectKey(place.namespace, "mine"), change, version=None)
+        await check_tokens(operator.reign.context, operator.reign.sessions)
+
+        async def rotated() -> bool:
+            record = await route_of(redis, uid)
+            return record is not None and record.token_sha256 == sha256("another-token-of-the-user")
+
+        await until(rotated, "the new token known")
+
+        async def told() -> bool:
+            return pod.sessions[uid].token_sha256 == sha256("another-token-of-the-user")
+
+        await until(told, "the new token told to the sidecar")
+
+
+async def test_an_ended_session_goes_after_its_ttl(place: Place, redis: Redis) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk", lifecycle={"ttlAfterFinished": "2s"})
+        await place.phase("talk", "Ready")
+        await pod.end(uid, "idle_timeout")
+        status = await place.phase("talk", "Ended")
+        assert status["reason"] == "IdleTimeout"
+        await place.gone("talk")
+        assert await ledger_phase(redis, uid) == "erased"
+
+
+async def test_a_deleted_pool_disturbs_nobody(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place) as operator:
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pool = await place.user.get(POOLS, place.pool_key)
+        await place.user.delete(POOLS, place.pool_key, uid=pool["metadata"]["uid"])
+        pod.attach(uid)
+        await place.phase("talk", "Active")
+        await place.make_session("late")
+        status = await place.phase("late", "Pending")
+        assert condition(status, "Accepted") == ("False", "PoolNotFound")
+        assert operator.failure() is None
+        assert uid in pod.sessions
+
+
+async def test_an_edit_in_the_middle_of_placing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    operator = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+    real, conflicts = operator.api.patch, 0
+
+    async def patch(resource: Any, key: ObjectKey, body: Any, **named: Any) -> Any:
+        nonlocal conflicts
+        if named.get("subresource") == "status" and conflicts == 0:
+            conflicts += 1
+            labels = {"metadata": {"labels": {"edited": "yes"}}}
+            await place.user.patch(SESSIONS, key, labels, version=None)
+        return await real(resource, key, body, **named)
+
+    monkeypatch.setattr(operator.api, "patch", patch)
+    await operator.start()
+    try:
+        uid = await place.make_session("talk")
+        status = await place.phase("talk", "Ready")
+        assert conflicts == 1
+        assert status["placement"]["fence"] == 1
+        assert pod.calls.count("PUT sessions/*") == 1
+        assert place.owner_of(uid) == ["pod-a"]
+    finally:
+        await operator.stop()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_an_operator_killed_at_any_step_of_placing(
+    place: Place, redis: Redis, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """Steps outward, one later each time, until a life of the operator is long enough."""
+    await place.make_pool(slots=MOST_STEPS)
+    pod = await place.make_pod("pod-a", slots=MOST_STEPS)
+    step, killed_at = 0, list[str]()
+    while True:
+        step += 1
+        name = f"talk-{step}"
+        first = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        reaper = Reaper(step, after=after)
+        reaper.watch(first, monkeypatch.setattr)
+        await first.start()
+        await first.watching()
+        uid = await place.make_session(name)
+
+        async def over(name: str = name, uid: str = uid, reaper: Reaper = reaper) -> bool:
+            return reaper.dead.is_set() or (
+                len(await place.events(name)) > 0 and await route_phase(redis, uid) == "Ready"
+            )
+
+        await until(over, "killed, or ready")
+        await first.stop()
+        if not reaper.dead.is_set():
+            break
+        killed_at.append(reaper.steps[-1])
+        async with operating(place):
+            status = await place.phase(name, "Ready")
+
+            async def known(uid: str = uid) -> bool:
+                return await route_phase(redis, uid) == "Ready"
+
+            await until(known, "the route record")
+        assert place.owner_of(uid) == ["pod-a"]
+        assert pod.sessions[uid].fence == status["placement"]["fence"]
+        record = await route_of(redis, uid)
+        assert record is not None
+        token = sha256(await token_of(place, status))
+        assert record.token_sha256 == token == pod.sessions[uid].token_sha256
+    # The finalizer, the token, its route record, the placement, the sidecar, Ready, the Event.
+    assert {"patch", "create", "route-write", "sidecar-put_session"} == set(killed_at)
+    assert killed_at.count("patch") == 3
+    assert killed_at.count("create") == 2
+    assert len(pod.sessions) == step
+
+
+LEAVING = ("sidecar-end", "sidecar-erase", "route-drop", "create", "patch")
+"""The steps outward of deleting one."""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_an_operator_killed_at_any_step_of_deleting(
+    place: Place, redis: Redis, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    for step, _ in enumerate(LEAVING, start=1):
+        async with operating(place):
+            uid = await place.make_session(f"talk-{step}")
+            await place.phase(f"talk-{step}", "Ready")
+        killed = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        reaper = Reaper(step, after=after, passing={"route-write"})
+        reaper.watch(killed, monkeypatch.setattr)
+        await killed.start()
+        await killed.watching()
+        await place.delete_session(f"talk-{step}")
+        await asyncio.wait_for(reaper.dead.wait(), 10)
+        await killed.stop()
+        assert reaper.steps == list(LEAVING[:step])
+        async with operating(place):
+            await place.gone(f"talk-{step}")
+        assert await ledger_phase(redis, uid) == "erased"
+        assert await route_of(redis, uid) is None
+        assert not pod.sessions
