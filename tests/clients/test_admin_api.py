@@ -224,6 +224,9 @@ def test_nobody_gets_in_without_the_admin_token(sidecar: LocalSidecar, token: st
         ("GET", "/sessions/x", None),
         ("DELETE", "/sessions/x", None),
         ("POST", "/dead-replicas", b"{}"),
+        ("POST", "/drain", b'{"graceSeconds": 0}'),
+        ("POST", "/erase/x", None),
+        ("GET", "/feed", None),
         ("GET", "/nowhere", None),
     ):
         status, answer = request(sidecar, method, path, content, token)
@@ -238,7 +241,7 @@ def test_nobody_gets_in_without_the_admin_token(sidecar: LocalSidecar, token: st
         (b"no json", ""),
         (b"[]", ""),
         (b"{}", "manifest"),
-        (json.dumps({"manifest": manifest()}).encode(), "token"),
+        (json.dumps({"manifest": manifest()}).encode(), ""),
         (json.dumps({"manifest": 3, "token": "secret-token"}).encode(), "manifest"),
         (json.dumps({"manifest": manifest(), "token": "secret-token" * 99}).encode(), "token"),
         (json.dumps({"manifest": "x" * 300_000, "token": "secret-token"}).encode(), "manifest"),
@@ -278,6 +281,10 @@ def test_opening_is_idempotent_and_guarded_by_the_token(sidecar: LocalSidecar) -
         with pytest.raises(ApiError) as refusal:
             sidecar.open_session(session, manifest(), "another")
         assert refusal.value.status == 403
+        with pytest.raises(ApiError) as refusal:
+            sidecar.open_session(session, manifest(prompt="Another one."), token)
+        assert refusal.value.status == 409
+        assert refusal.value.body["error"]["code"] == "manifest_conflict"
         listed = sidecar.admin("GET", "/sessions")["sessions"]
         assert [view["session"] for view in listed].count(session) == 1
     finally:
@@ -332,7 +339,7 @@ def test_a_full_replica_refuses_by_name_and_has_room_again_after_an_end(
             new_session(sidecar, manifest())
         assert refusal.value.status == 429
         error = refusal.value.body["error"]
-        assert (error["code"], error["retryable"]) == ("resource_exhausted", True)
+        assert (error["code"], error["retryable"]) == ("no_slot", True)
         sidecar.admin("DELETE", f"/sessions/{opened.pop()[0]}")
         opened.append(new_session(sidecar, manifest()))
     finally:

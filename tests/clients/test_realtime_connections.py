@@ -95,7 +95,7 @@ async def test_a_lost_connection_loses_no_half_unit(sidecar: LocalSidecar) -> No
         await client.close_session()
 
 
-async def test_who_does_not_come_back_in_time_finds_the_session_ended(
+async def test_who_does_not_come_back_in_time_finds_the_session_parked(
     sidecar: LocalSidecar,
 ) -> None:
     text = manifest(lifecycle={"disconnectGrace": "1s"})
@@ -113,10 +113,10 @@ async def test_who_does_not_come_back_in_time_finds_the_session_ended(
         return False
 
     await eventually(gone, "the grace ends", 5.0)
-    async with dialled(sidecar, session, token, resume=True) as client:
-        await client.send({"type": "session.resume", "last_received_server_event_seq": 1})
-        error = (await client.until("error"))["error"]
-        assert (error["code"], error["message"]) == ("session_ended", "session_expired")
+    async with joined(sidecar, session, token, resume=True) as again:
+        await again.speak(speech(1, 1.0))
+        assert (await again.until_unit(2))["rebuild_cause"] == "move"
+        await again.close_session()
 
 
 async def test_a_session_that_is_given_nothing_ends_after_its_idle_timeout(

@@ -137,6 +137,8 @@ class FakeCode2Wav(FakeStage):
         self.sessions: dict[str, _Sound] = {}
         self.opened: list[tuple[str, int]] = []
         self.fed: list[WaveFeed] = []
+        self.made: list[bytes] = []
+        """Samples of each feed of `fed`, whether they left or not."""
 
     async def open(self, request: WaveOpen) -> None:
         await self._enter()
@@ -169,6 +171,7 @@ class FakeCode2Wav(FakeStage):
             count = SAMPLES_PER_CODE * (len(codes) - 3 + (2 if request.last_chunk else 0))
             pcm = (held.hash * (1 + max(0, count) // 8))[: 2 * max(0, count)]
         self.fed.append(request)
+        self.made.append(pcm)
         await self._leave(request.unit)
         return WaveSamples(request.session, request.epoch, request.sequence, pcm, 0.0)
 

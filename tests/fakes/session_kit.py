@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from fake_encoder import FakeEncoder
+from fake_encoder import REFERENCE_ROWS, FakeEncoder, reference_of
+from fake_stage import rows_in
 from fake_thinker import FakeThinker, Position, Submission
 from fake_voice import FakeCode2Wav, FakeTalker
 from PIL import Image
@@ -24,6 +25,7 @@ from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.ledger.records import Committed
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
+from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
 from duplex_sidecar.protocol.commands import (
     AppendInput,
@@ -50,16 +52,26 @@ from duplex_sidecar.protocol.events import (
 from duplex_sidecar.session.assembly import Assembly, as_they_are
 from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.port import Attachment
-from duplex_sidecar.session.registry import SessionRegistry
+from duplex_sidecar.session.registry import Claim, SessionRegistry
+from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traces import Tracing
 
 TOKEN = "open sesame"
+
+
+def claim(token: str = TOKEN, fence: int | None = None) -> Claim:
+    """An order to run a session whose client has that token."""
+    return Claim(token_sha256(token), fence)
+
+
 RATE_HZ = 16_000
 PROMPT = "Be brief."
 SYSTEM = f"<|im_start|>system\n{PROMPT}"
+VOICE = "hum"
+"""A voice with a reference clip of so many rows and a rest; the default one has none."""
 WAIT_S = 20.0
 
 # --- the model ------------------------------------------------------------------------------------
@@ -99,7 +111,8 @@ MODEL = ServedModel(
     fingerprint="fake",
     max_model_tokens=8192,
     max_talker_tokens=4096,
-    voices=frozenset({"default"}),
+    voices=frozenset({"default", VOICE}),
+    references={VOICE: 1_600 * REFERENCE_ROWS + 900},
 )
 
 # --- what a session is opened with ----------------------------------------------------------------
@@ -120,12 +133,18 @@ class Terms:
     previous_max: int = 25
     grace: str = "30s"
     idle: str = "30m"
+    park_after: str = "2m"
     greedy: bool = False
     hysteresis: int = 1
     boundary: Literal["unit", "sentence", "turn"] = "unit"
+    high_resolution: bool = True
+    voice: str | None = None
 
     def manifest(self) -> DuplexSession:
         camera = "  camera:\n    framesPerUnit: 2\n" if self.camera else ""
+        if self.camera and not self.high_resolution:
+            camera += "    highResolution: false\n"
+        voice = f"  voice:\n    name: {self.voice}\n" if self.voice else ""
         return load_manifest(f"""
 apiVersion: duplex.dev/v1alpha1
 kind: DuplexSession
@@ -143,12 +162,13 @@ spec:
     contextPreviousMaxTokens: {self.previous_max}
     hysteresisUnits: {self.hysteresis}
     boundary: {self.boundary}
-{camera}  sampling:
+{camera}{voice}  sampling:
     seed: 42
     greedy: {"true" if self.greedy else "false"}
   lifecycle:
     disconnectGrace: {self.grace}
     idleTimeout: {self.idle}
+    parkAfter: {self.park_after}
 """)
 
 
@@ -219,8 +239,8 @@ class Replica:
     stages: Stages
     ledger: Ledger
 
-    async def open(self, session: str, terms: Terms) -> None:
-        await self.registry.open(session, terms.manifest(), TOKEN)
+    async def open(self, session: str, terms: Terms, fence: int | None = None) -> None:
+        await self.registry.open(session, terms.manifest(), claim(fence=fence))
 
 
 @asynccontextmanager
@@ -236,11 +256,14 @@ async def replica(
     rebuild_ahead: bool = True,
     call_timeout_ms: int = 3_000,
     tapes: Path | None = None,
+    placed: bool = False,
+    address: str = "",
 ) -> AsyncIterator[Replica]:
     """One sidecar's sessions. At the end it lets go of them as in an orderly shutdown.
 
     call_timeout_ms: generous, so that a busy machine is not taken for a lost ledger. tapes: folder
-    for what passes between sessions and stages.
+    for what passes between sessions and stages. placed: an operator says what runs here. address:
+    of its door, for the lease.
     """
     stages = stages or Stages()
     ledger = await Ledger.connect(url, LedgerOptions(call_timeout_ms=call_timeout_ms))
@@ -258,8 +281,9 @@ async def replica(
         clock_s=clock_s,
         rebuild_ahead=rebuild_ahead,
         stages_of=recorder.stages_of if recorder else as_they_are,
+        address=address,
     )
-    registry = SessionRegistry(assembly, ledger, slots, lambda: True)
+    registry = SessionRegistry(assembly, ledger, Roster(slots), lambda: True, placed=placed)
     try:
         yield Replica(name, registry, stages, ledger)
     finally:
@@ -510,7 +534,14 @@ def expected_prompts(
     terms: Terms, inputs: Sequence[tuple[Position, ...]], said: Sequence[tuple[int, ...]]
 ) -> list[tuple[Position, ...]]:
     """The prompt of each unit, from what each append put in and what was said before it."""
-    prefix, suffix = encode(SYSTEM), encode("<|im_end|>")
+    prefix: tuple[Position, ...] = encode(SYSTEM)
+    suffix = encode("<|im_end|>")
+    if terms.voice:
+        clip = rows_in(reference_of(terms.voice))
+        prefix, suffix = (
+            (*prefix, *encode("\n<|audio_start|>"), *clip),
+            encode("<|audio_end|><|im_end|>"),
+        )
     marker = encode("\n\nprevious: ")
     unit_end = encode("</unit>")
     specials = set(range(len(_CONTROLS)))
@@ -582,10 +613,10 @@ def unit_inputs(
     return inputs
 
 
-def image_blocks(frames: Sequence[bytes]) -> list[str]:
+def image_blocks(frames: Sequence[bytes], *, high_resolution: bool) -> list[str]:
     """Of two frames the first is cut into two slices when it is larger than a tile."""
     large = bool(frames) and Image.open(BytesIO(frames[0])).width > 448
-    if len(frames) == 2 and large:
+    if len(frames) == 2 and large and high_resolution:
         return ["image", "slice", "slice", "image"]
     return ["image"] * len(frames)
 
@@ -604,7 +635,12 @@ def check_prompts(
     encoder = FakeEncoder()
     for each in all_stages:
         encoder.given.update(each.encoder.given)
-    inputs = unit_inputs(encoder, session, len(said), lambda number: image_blocks(frames(number)))
+    inputs = unit_inputs(
+        encoder,
+        session,
+        len(said),
+        lambda number: image_blocks(frames(number), high_resolution=terms.high_resolution),
+    )
     prompts = expected_prompts(terms, inputs, said)
     submissions = [
         one

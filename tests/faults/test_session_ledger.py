@@ -16,7 +16,7 @@ from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.store import LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, ResyncRequired
-from duplex_sidecar.session import actor
+from duplex_sidecar.session import ending
 from duplex_sidecar.stages.errors import StageFault
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
@@ -191,7 +191,7 @@ async def test_mode_off_waits_for_the_ledger_when_it_needs_its_history(
 async def test_ending_while_the_ledger_is_away_takes_bounded_time(
     valkey: EmbeddedValkey, here: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ending, "END_TIMEOUT_S", 0.5)
     await here.open("stuck", Terms("context"))
     caller = Caller("stuck")
     await caller.dial(here)
@@ -259,7 +259,7 @@ async def test_a_resume_while_the_ledger_is_away_can_be_tried_again(
 async def test_a_server_that_lost_everything_never_starts_a_session_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(ending, "END_TIMEOUT_S", 1.0)
     server = EmbeddedValkey(tmp_path / "empty")
     server.start()
     try:
@@ -311,7 +311,7 @@ async def test_what_the_journal_has_forgotten_is_said_and_the_rest_replayed(
     # One that claims to have seen what never was.
     attachment = await here.registry.attach("forgets", TOKEN, meta.events_last + 5)
     seen = [await attachment.next_event() for _ in range(2)]
-    assert seen[1] == ResyncRequired(meta.events_last + 5, meta.events_last + 1)
+    assert seen[1] == ResyncRequired(meta.events_last + 5, meta.events_last + 1, True)
 
 
 async def test_a_full_ledger_is_said_and_other_sessions_go_on(
@@ -375,7 +375,7 @@ def here_url(here: Replica) -> str:
 async def test_a_stage_that_does_not_let_go_keeps_no_session_open(
     here: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "END_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ending, "END_TIMEOUT_S", 0.3)
     await here.open("held", Terms("context"))
     caller = Caller("held")
     await caller.dial(here)

@@ -13,11 +13,13 @@ import pytest
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost
 from duplex_sidecar.ledger.records import Redo
+from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Closed, Event, InputAccepted
+from duplex_sidecar.protocol.events import Audio, Closed, Event, InputAccepted
 from duplex_sidecar.session import assembly
 from duplex_sidecar.session.actor import Phase
+from duplex_sidecar.session.catching_up import FULL_CHUNKS
 from duplex_sidecar.stages.errors import StageFault
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
@@ -156,9 +158,87 @@ async def test_a_conversation_over_many_deaths(
     assert redone == {unit for unit, stage in stood if stage == "thinker"}
     for each in fleet.replicas:
         check_stage2(each.stages, session)
+    check_seams(fleet, caller)
     epochs = [epoch for each in fleet.replicas for epoch in check_stage2(each.stages, session)]
     assert sorted(set(epochs)) == list(range(max(epochs) + 1))
     assert [unit.replica for unit in caller.units] == sorted(unit.replica for unit in caller.units)
+
+
+def check_seams(fleet: Fleet, caller: Caller) -> None:
+    """What the client heard of a turn is what the turn's last epoch made, from its first sample on:
+    the lost epochs' part of it again, muted, and then its own. No sample is missing, none comes
+    twice. (Turns that were caught up from two chunks back have the right length only.)"""
+    heard: dict[int, list[Audio]] = {}
+    for event in caller.sequenced:
+        if isinstance(event.body, Audio):
+            heard.setdefault(event.body.turn, []).append(event.body)
+    made: dict[int, bytes] = {}
+    for each in fleet.replicas:
+        vocoder = each.stages.code2wav
+        for feed, pcm in zip(vocoder.fed, vocoder.made, strict=True):
+            sound = heard.get(feed.turn)
+            if feed.session == caller.session and sound and sound[-1].epoch == feed.epoch:
+                made[feed.turn] = pcm if feed.sequence == 0 else made[feed.turn] + pcm
+    short = [turn for turn, sound in heard.items() if len(sound) <= FULL_CHUNKS]
+    for turn in short:
+        assert b"".join(body.pcm_s16le for body in heard[turn]) == made[turn], f"turn {turn}"
+
+
+@pytest.mark.parametrize("point", ["", "thinker", "talker"], ids=["clean", "redo", "respeak"])
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_take_up_reads_the_ledger_once(
+    fleet: Fleet, mode: Mode, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = f"once-{mode}-{point or 'clean'}"
+    here = await fleet.start()
+    await here.open(session, Terms(mode))
+    caller = Caller(session)
+    await caller.dial(here)
+    unit = 8
+    await caller.talk(unit)
+    while point and not await stand_still(here, caller, point, False, unit + 1):
+        unit += 1
+    here = await fleet.start()
+    load, loads = here.ledger.load, list[str]()
+
+    async def counted(name: str) -> LoadedSession:
+        loads.append(name)
+        return await load(name)
+
+    monkeypatch.setattr(here.ledger, "load", counted)
+    await caller.dial(here)
+    await caller.until_unit(unit)
+    assert loads == [session]
+
+
+async def test_a_voice_goes_on_where_it_was_cut(fleet: Fleet) -> None:
+    """In the middle of three turns the replica is lost: between two units, before the unit's sound,
+    and with it made but not journaled."""
+    here = await fleet.start()
+    await here.open("seams", Terms("context"))
+    caller = Caller("seams")
+    await caller.dial(here)
+    unit, cut = 0, set[int]()
+    for stage in ("", "talker", "code2wav"):
+        while not here.registry.live["seams"].speech.turn_open:
+            unit += 1
+            await caller.talk(unit)
+        if stage:
+            while not await stand_still(here, caller, stage, bool(cut), unit + 1):
+                unit += 1
+            unit += 1
+        cut.add(here.registry.live["seams"].speech.turn)
+        here = await fleet.start()
+        await caller.dial(here)
+        await caller.talk(unit + 6)
+        unit += 6
+    check_events(caller)
+    epochs: dict[int, set[int]] = {}
+    for event in caller.sequenced:
+        if isinstance(event.body, Audio):
+            epochs.setdefault(event.body.turn, set()).add(event.body.epoch)
+    assert [turn for turn in cut if len(epochs[turn]) > 1]
+    check_seams(fleet, caller)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -328,12 +408,11 @@ async def test_a_unit_that_was_tried_often_enough_ends_the_session(fleet: Fleet)
     await caller.dial(here)
     await caller.talk(4)
     assert await stand_still(here, caller, "thinker", False, 5)
-    for _ in range(2):
-        # The successor recovers and gets stuck in the same unit.
-        here = await fleet.start()
-        pause = here.stages.thinker.pause(5)
-        await here.registry.attach("cursed", TOKEN, caller.last_sequence)
-        await pause.reached.wait()
+    # The successor recovers and gets stuck in the same unit.
+    here = await fleet.start()
+    pause = here.stages.thinker.pause(5)
+    await here.registry.attach("cursed", TOKEN, caller.last_sequence)
+    await pause.reached.wait()
     here = await fleet.start()
     with pytest.raises(ClientError) as error:
         await here.registry.attach("cursed", TOKEN, caller.last_sequence)
@@ -342,6 +421,66 @@ async def test_a_unit_that_was_tried_often_enough_ends_the_session(fleet: Fleet)
     with pytest.raises(ClientError) as error:
         await here.registry.attach("cursed", TOKEN, caller.last_sequence)
     assert error.value.code is ErrorCode.SESSION_ENDED
+
+
+async def test_a_committed_unit_that_is_never_spoken_ends_the_session(fleet: Fleet) -> None:
+    """What is counted before each try lies in the ledger: no number of replicas tries it more often
+    than twice."""
+    here = await fleet.start()
+    await here.open("mute", Terms("context"))
+    caller = Caller("mute")
+    await caller.dial(here)
+    await caller.talk(4)
+    unit = 5
+    while not await stand_still(here, caller, "talker", False, unit):
+        unit += 1
+    for _ in range(2):
+        here = await fleet.start()
+        pause = here.stages.thinker.pause(unit)
+        await here.registry.attach("mute", TOKEN, caller.last_sequence)
+        await pause.reached.wait()
+    here = await fleet.start()
+    attachment = await here.registry.attach("mute", TOKEN, caller.last_sequence)
+    closed = await attachment.next_event()
+    while not isinstance(closed, Closed):
+        closed = await attachment.next_event()
+    assert closed.code is ErrorCode.UNIT_FAILED
+    assert f"unit {unit}" in closed.detail
+    assert here.stages.thinker.submissions == []
+
+
+async def test_a_redo_takes_no_other_session_with_it(valkey: EmbeddedValkey) -> None:
+    """Two units were in the engine when it died; the one that is at fault kills it again, alone."""
+    calm, _ = await undisturbed(valkey.url, "calm-innocent", Terms("basic"), 12, voice=3)
+    async with replica(valkey.url, "crowded") as here:
+        guilty, innocent = Caller("guilty"), Caller("innocent", voice=3)
+        thinker = here.stages.thinker
+        await here.open("guilty", Terms("context"))
+        await here.open("innocent", Terms("basic"))
+        await guilty.dial(here)
+        await innocent.dial(here)
+        await guilty.talk(9)
+        await innocent.talk(10)
+        both = [thinker.pause(11), thinker.pause(10)]
+        await innocent.say(11)
+        await guilty.say(10)
+        for pause in both:
+            await pause.reached.wait()
+        thinker.fail(10, StageFault.GONE, times=2)
+        guilty_again, innocent_again = thinker.pause(10), thinker.pause(11)
+        both[1].go.set()
+        await guilty_again.reached.wait()
+        both[0].go.set()
+        await innocent.attachment_takes_mail()
+        assert not innocent_again.reached.is_set()
+        guilty_again.go.set()
+        closed = await guilty.until(lambda event: isinstance(event, Closed))
+        assert isinstance(closed, Closed)
+        assert closed.code is ErrorCode.UNIT_FAILED
+        innocent_again.go.set()
+        await innocent.talk(12)
+        assert (thinker.deaths, (await here.ledger.load("innocent")).meta.phase) == (2, "open")
+        assert await tokens(here.ledger, "innocent") == calm
 
 
 async def test_a_stage_lost_during_the_recovery(valkey: EmbeddedValkey, fleet: Fleet) -> None:
@@ -357,7 +496,8 @@ async def test_a_stage_lost_during_the_recovery(valkey: EmbeddedValkey, fleet: F
         while not await stand_still(here, caller, point, False, unit + 1):
             unit += 1
         here = await fleet.start()
-        here.stages.thinker.fail(unit + 1, StageFault.GONE, after=True)
+        if point == "talker":  # a redo that is lost, too, is the last one
+            here.stages.thinker.fail(unit + 1, StageFault.GONE, after=True)
         here.stages.encoder.fail(unit, StageFault.GONE)
         here.stages.encoder.fail(unit + 1, StageFault.GONE)
         here.stages.talker.fail(unit + 1, StageFault.GONE)

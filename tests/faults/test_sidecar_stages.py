@@ -5,19 +5,31 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 from support.arena import Arena
 from support.ledgers import assert_input_is_whole, committed_units, tokens_of
 from support.realtime import Heard, RealtimeClient, conversing
 from support.sidecars import get, survivors
-from support.talks import CONTEXT, OFF, speak_in_step, undisturbed
+from support.talks import (
+    CONTEXT,
+    OFF,
+    Undisturbed,
+    speak_in_step,
+    turns_of,
+    undisturbed,
+)
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
+from duplex_sidecar.session.catching_up import FULL_CHUNKS
 
 pytestmark = pytest.mark.fault
 
 UNITS = 20
+SAME_SOUND = 1e-3
+"""Largest difference of two samples that count as the same."""
 OTHER_START_S = 21.0
 """Where in the recording the second conversation begins."""
 
@@ -113,7 +125,8 @@ def rebuilds(heard: Heard) -> list[tuple[int, str]]:
 
 
 def assert_epochs_are_whole(heard: Heard) -> list[tuple[int, int]]:
-    """In each epoch the chunks count from 0 without a gap. (unit, epoch) where one begins."""
+    """In each epoch the chunks count on without a gap, from 0 in one that begins with a turn; one
+    that begins in mid-turn has heard some of it before, muted. (unit, epoch) where one begins."""
     begins: list[tuple[int, int]] = []
     at: dict[int, int] = {}
     for event in heard.of_type("response.output_audio.delta"):
@@ -122,7 +135,9 @@ def assert_epochs_are_whole(heard: Heard) -> list[tuple[int, int]]:
         if epoch not in at:
             assert epoch > max(at, default=-1)
             begins.append((facts["unit"], epoch))
-        assert sequence == at.get(epoch, -1) + 1, "chunks count from 0"
+            assert (sequence > 0) == (facts["from_sample"] > 0), "chunks count from 0"
+        else:
+            assert sequence == at[epoch] + 1
         at[epoch] = sequence
     return begins
 
@@ -149,6 +164,27 @@ async def test_a_lost_vocoder_begins_a_new_epoch_at_chunk_0(arena: Arena) -> Non
     begins = assert_epochs_are_whole(one)
     assert [number for number, _ in begins].count(unit) == 1
     assert rebuilds(one) == rebuilds(two) == []
+    sidecar = arena.one()
+    compared = assert_same_sound(one, await undisturbed(sidecar, OFF, UNITS))
+    compared += assert_same_sound(two, await undisturbed(sidecar, CONTEXT, UNITS, OTHER_START_S))
+    assert compared, "some turn is short enough to be caught up whole"
+
+
+def assert_same_sound(heard: Heard, alone: Undisturbed) -> int:
+    """All samples of every turn are there once, and those of turns that are caught up whole are the
+    undisturbed ones. Returns how many turns that were."""
+    turns = turns_of(heard)
+    sizes = [{turn: sum(map(len, t)) for turn, t in one.items()} for one in (turns, alone.turns)]
+    assert sizes[0] == sizes[1]
+    whole = [turn for turn, chunks in turns.items() if len(chunks) <= FULL_CHUNKS]
+    for turn in whole:
+        ours, theirs = samples(turns[turn]), samples(alone.turns[turn])
+        assert np.abs(ours - theirs).max() <= SAME_SOUND, f"turn {turn}"
+    return len(whole)
+
+
+def samples(chunks: list[bytes]) -> NDArray[np.float32]:
+    return np.frombuffer(b"".join(chunks), "<i2").astype(np.float32) / 32_768
 
 
 async def test_a_lost_encoder_hears_on_exactly(arena: Arena) -> None:

@@ -172,12 +172,12 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
             begin = 0 if unit == 0 else FIRST_BYTES + CHUNK_BYTES * (unit - 1)
             chunk = pcm[begin : FIRST_BYTES + CHUNK_BYTES * unit]
             if unit in (0, 1, 29):
-                bad = EncoderFeed("s", unit, chunk, (b"no image",), False)
+                bad = EncoderFeed("s", unit, chunk, (b"no image",), True, False)
                 assert await fault_of(client, bad) is StageFault.UNDECODABLE
-                short = EncoderFeed("s", unit, chunk[:-2], (), False)
+                short = EncoderFeed("s", unit, chunk[:-2], (), True, False)
                 assert await fault_of(client, short) is StageFault.REFUSED
             seen = frames if unit == 1 else ()
-            answer = await client.feed(EncoderFeed("s", unit, chunk, seen, False))
+            answer = await client.feed(EncoderFeed("s", unit, chunk, seen, True, False))
             (step,) = audio.step([(state, chunk)])
             state = step.state
             assert answer.audio.shape == (10, 256)
@@ -192,12 +192,12 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
                     assert (rows_of(block) - rows).abs().max() <= 1e-4
 
         restored = await restore(client, "t", pcm, seconds=31, mark_samples=marks[30])
-        again = await client.feed(EncoderFeed("t", 32, pcm[-CHUNK_BYTES:], (), False))
+        again = await client.feed(EncoderFeed("t", 32, pcm[-CHUNK_BYTES:], (), True, False))
         assert restored.audio.shape == (0, 256)
         assert (rows_of(again.audio) - rows_of(answer.audio)).abs().max() <= 1e-5
 
         await client.close(EncoderClose("s"))
-        assert await fault_of(client, EncoderFeed("s", 99, b"", (), False)) is (
+        assert await fault_of(client, EncoderFeed("s", 99, b"", (), True, False)) is (
             StageFault.UNKNOWN_STREAM
         )
         with pytest.raises(StageError, match="not for the encoder"):
@@ -210,7 +210,7 @@ async def restore(
     """Replay from a mark what was heard in the first `seconds` seconds."""
     await client.open(EncoderOpen(session, mark_samples))
     heard = pcm[2 * mark_samples : FIRST_BYTES + CHUNK_BYTES * (seconds - 1)]
-    return await client.feed(EncoderFeed(session, seconds, heard, (), True))
+    return await client.feed(EncoderFeed(session, seconds, heard, (), True, True))
 
 
 async def test_dummy_weights_in_bfloat16_need_only_the_config(tmp_path):
@@ -222,7 +222,7 @@ async def test_dummy_weights_in_bfloat16_need_only_the_config(tmp_path):
             await client.open(EncoderOpen(session, 0))
         answers = await asyncio.gather(
             *(
-                client.feed(EncoderFeed(session, 0, noise_pcm(1, 2), (photo(60, 60),), False))
+                client.feed(EncoderFeed(session, 0, noise_pcm(1, 2), (photo(60, 60),), True, False))
                 for session in ("s", "t")
             )
         )
@@ -240,13 +240,13 @@ async def test_a_killed_process_is_gone_and_the_next_one_restores(checkpoint, tm
     process, socket = start(tmp_path, config)
     await connect(link, process, socket)
     await client.open(EncoderOpen("s", 0))
-    await client.feed(EncoderFeed("s", 1, pcm[:-CHUNK_BYTES], (), False))
-    last = await client.feed(EncoderFeed("s", 2, pcm[-CHUNK_BYTES:], (), False))
+    await client.feed(EncoderFeed("s", 1, pcm[:-CHUNK_BYTES], (), True, False))
+    last = await client.feed(EncoderFeed("s", 2, pcm[-CHUNK_BYTES:], (), True, False))
     generation = client.generation
     process.send_signal(signal.SIGKILL)
     finish(process)
     with pytest.raises(StageError) as caught:
-        await client.feed(EncoderFeed("s", 3, bytes(CHUNK_BYTES), (), False))
+        await client.feed(EncoderFeed("s", 3, bytes(CHUNK_BYTES), (), True, False))
     assert caught.value.fault is StageFault.GONE
 
     process, socket = start(tmp_path, config)
@@ -255,11 +255,11 @@ async def test_a_killed_process_is_gone_and_the_next_one_restores(checkpoint, tm
         socket.unlink()
         await connect(link, process, socket)
         assert client.generation > generation
-        assert await fault_of(client, EncoderFeed("s", 3, bytes(CHUNK_BYTES), (), False)) is (
+        assert await fault_of(client, EncoderFeed("s", 3, bytes(CHUNK_BYTES), (), True, False)) is (
             StageFault.UNKNOWN_STREAM
         )
         await restore(client, "s", pcm, seconds=3, mark_samples=0)
-        again = await client.feed(EncoderFeed("s", 4, pcm[-CHUNK_BYTES:], (), False))
+        again = await client.feed(EncoderFeed("s", 4, pcm[-CHUNK_BYTES:], (), True, False))
         assert (rows_of(again.audio) - rows_of(last.audio)).abs().max() <= 1e-5
     finally:
         await link.detach()

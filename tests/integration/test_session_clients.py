@@ -12,6 +12,7 @@ import pytest
 from duplex_api.manifest import load_manifest
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseHeld, LedgerFull
+from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.protocol.commands import (
     AppendInput,
     AudioEncoding,
@@ -28,8 +29,10 @@ from duplex_sidecar.protocol.events import (
     SessionOpened,
 )
 from duplex_sidecar.session import outbox
+from duplex_sidecar.session.ending import parked
 from duplex_sidecar.session.mailbox import MAILBOX_COMMANDS
 from duplex_sidecar.session.opening import UnservedManifestError
+from duplex_sidecar.session.parking import ParkReason
 from duplex_sidecar.session.port import Attachment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
@@ -41,6 +44,7 @@ from session_kit import (
     Replica,
     Terms,
     check_events,
+    claim,
     eventually,
     frames_of,
     png,
@@ -122,7 +126,7 @@ def bodies(caller: Caller) -> list[object]:
     return [event.body for event in caller.sequenced if not hasattr(event.body, "wall_ms")]
 
 
-async def test_a_client_that_stays_away_ends_the_session(here: Replica, clock: Clock) -> None:
+async def test_a_client_that_stays_away_parks_the_session(here: Replica, clock: Clock) -> None:
     caller = await called(here, "away")
     await caller.talk(3)
     await caller.hang_up()
@@ -130,18 +134,16 @@ async def test_a_client_that_stays_away_ends_the_session(here: Replica, clock: C
     assert not actor.attached
     clock.advance(29)
     await asyncio.sleep(0.3)
-    assert actor.ended_because is None
+    assert actor.ending is None
     clock.advance(2)
     await eventually(lambda: not here.registry.live)
-    assert actor.ended_because is not None
-    assert actor.ended_because.code is ErrorCode.SESSION_EXPIRED
+    assert actor.ending == parked(ParkReason.DISCONNECT_GRACE)
     assert (here.registry.free_slots, here.stages.held()) == (SLOTS, [])
-    with pytest.raises(ClientError) as error:
-        await here.registry.attach("away", TOKEN, caller.last_sequence)
-    assert error.value.code is ErrorCode.SESSION_ENDED
+    assert await here.ledger.phase("away") is Phase.PARKED
+    assert (await caller.dial(here)).next_unit == 4
 
 
-async def test_a_session_that_nobody_ever_dials_ends_too(here: Replica, clock: Clock) -> None:
+async def test_a_session_that_nobody_ever_dials_parks_too(here: Replica, clock: Clock) -> None:
     await here.open("unwanted", Terms("off"))
     clock.advance(31)
     await eventually(lambda: not here.registry.live)
@@ -160,7 +162,7 @@ async def test_a_client_that_says_nothing_is_told_so(here: Replica, clock: Clock
 
 
 async def test_the_longest_life_of_a_session(here: Replica, clock: Clock) -> None:
-    caller = await called(here, "old")
+    caller = await called(here, "old", Terms("context", park_after="1h"))
     for unit in range(1, 10):
         await caller.talk(unit)
         clock.advance(29 * 60)
@@ -242,7 +244,7 @@ async def test_close_lets_the_unit_under_way_end(here: Replica) -> None:
     await caller.attachment.submit(AppendInput(second(5)))
     failure = await caller.until_failure()
     assert failure.code is ErrorCode.OUT_OF_ORDER_EVENT
-    assert here.registry.live["polite"].ended_because is None
+    assert here.registry.live["polite"].ending is None
     pause.go.set()
     await caller.until_unit(4)
     closed = await caller.until(lambda event: isinstance(event, Closed))
@@ -349,19 +351,18 @@ async def test_a_wrong_token_and_an_unknown_session_look_the_same(here: Replica)
 
 async def test_opening_twice_is_opening_once(here: Replica) -> None:
     terms = Terms("context")
-    first = await here.registry.open("same", terms.manifest(), TOKEN)
-    assert await here.registry.open("same", terms.manifest(), TOKEN) is first
+    first = await here.registry.open("same", terms.manifest(), claim())
+    assert await here.registry.open("same", terms.manifest(), claim()) is first
     both = await asyncio.gather(
-        *(here.registry.open("together", terms.manifest(), TOKEN) for _ in range(5))
+        *(here.registry.open("together", terms.manifest(), claim()) for _ in range(5))
     )
     assert all(actor is both[0] for actor in both)
     assert here.registry.free_slots == SLOTS - 2
-    for token, code in (("other", ErrorCode.UNAUTHORIZED), ("", ErrorCode.INVALID_EVENT)):
-        with pytest.raises(ClientError) as error:
-            await here.registry.open("same", terms.manifest(), token)
-        assert error.value.code is code
     with pytest.raises(ClientError) as error:
-        await here.registry.open("x" * 5000, terms.manifest(), TOKEN)
+        await here.registry.open("same", terms.manifest(), claim("other"))
+    assert error.value.code is ErrorCode.UNAUTHORIZED
+    with pytest.raises(ClientError) as error:
+        await here.registry.open("x" * 5000, terms.manifest(), claim())
     assert error.value.code is ErrorCode.INVALID_EVENT
 
 
@@ -394,12 +395,12 @@ async def test_what_cannot_be_served_is_refused_before_a_slot_is_taken(here: Rep
         "spec: {poolRef: {name: x}, voice: {name: nobody}}\n"
     )
     with pytest.raises(UnservedManifestError):
-        await here.registry.open("voice", voice, TOKEN)
+        await here.registry.open("voice", voice, claim())
     assert here.registry.free_slots == SLOTS
     assert await here.ledger.reader.meta("voice") is None
     here.ledger.create = refusing(LedgerFull("memory", "no room"))  # type: ignore[method-assign]
     with pytest.raises(ClientError) as error:
-        await here.registry.open("memory", manifest, TOKEN)
+        await here.registry.open("memory", manifest, claim())
     assert error.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert here.registry.free_slots == SLOTS
 

@@ -1,11 +1,13 @@
 """Conversations that can be compared: the same manifest and speech, alone and under attack."""
 
+import base64
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from support.ledgers import committed_units, tokens_of
 from support.material import manifest, speech
-from support.realtime import RealtimeClient, conversing
+from support.realtime import Heard, RealtimeClient, conversing
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 
@@ -18,10 +20,12 @@ CONTEXT = manifest(
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A conversation that had the sidecar to itself. units: its `duplex.unit` events."""
+    """A conversation that had the sidecar to itself. units: its `duplex.unit` events. turns: sound
+    of each turn, chunk by chunk."""
 
     tokens: list[list[int]]
     units: list[dict[str, Any]]
+    turns: dict[int, list[bytes]]
 
     def inside_turn(self, first: int) -> int:
         """A unit from `first` on that speaks, whose turn goes on with another unit that speaks."""
@@ -31,6 +35,17 @@ class Undisturbed:
             if unit["unit"] >= first and sounding and unit["turn"] == later["turn"]:
                 return unit["unit"]
         raise AssertionError("no turn of two units that sound")
+
+
+def turns_of(heard: Heard) -> dict[int, list[bytes]]:
+    """s16le of each turn, chunk by chunk."""
+    turns: dict[int, list[bytes]] = {}
+    for number in sorted(heard.sequenced):
+        event = json.loads(heard.sequenced[number])
+        if event["type"] == "response.output_audio.delta":
+            turn = int(event["response_id"].rsplit("_", 1)[1])
+            turns.setdefault(turn, []).append(base64.b64decode(event["delta"]))
+    return turns
 
 
 _known: dict[tuple[str, int, float], Undisturbed] = {}
@@ -48,7 +63,8 @@ async def undisturbed(
             client.heard.assert_whole()
             assert client.heard.errors == []
             records = await committed_units(sidecar.settings.redis_url, client.session)
-            _known[key] = Undisturbed(tokens_of(records), client.heard.units)
+            turns = turns_of(client.heard)
+            _known[key] = Undisturbed(tokens_of(records), client.heard.units, turns)
     return _known[key]
 
 

@@ -48,6 +48,14 @@ def voice_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in paths if VOICE_NAME.fullmatch(path.stem)))
 
 
+def reference_samples(folder: Path, name: str) -> int:
+    """Length of a voice's reference clip at 16 kHz, by its file's header. Raises CheckpointError
+    (missing, unreadable)."""
+    path = folder / VOICES_FOLDER / f"{name}{VOICE_SUFFIX}"
+    clip = read_safetensors_header(path).get(REFERENCE)
+    return clip.shape[0] if clip is not None and clip.shape else 0
+
+
 def load_voice(folder: Path, name: str, config: Token2WavConfig) -> Voice:
     """FOLDER/voices/NAME.safetensors. Raises CheckpointError (missing, unreadable, invalid_voice).
 

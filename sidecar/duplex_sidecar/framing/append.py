@@ -70,7 +70,8 @@ class Append(msgspec.Struct, frozen=True):
     seq 1, the left padding. chunks: encoder chunks that it closes. client_from_samples,
     client_to_samples: the client's samples behind it; `to` is the acknowledged position. final: the
     client committed here, the rest of the unit is zeros. resume: framing's state for a successor
-    that gets the client's samples again from client_to_samples on.
+    that gets the client's samples again from client_to_samples on. high_resolution: whether a frame
+    may be cut into slices; reservation counts with it.
     """
 
     seq: int
@@ -86,6 +87,7 @@ class Append(msgspec.Struct, frozen=True):
     final: bool
     reservation: Reservation
     resume: FramerState
+    high_resolution: bool = True
 
 
 NEW_FRAMER = FramerState(

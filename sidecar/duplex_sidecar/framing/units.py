@@ -60,12 +60,16 @@ class UnitFramer:
         limits: FramerLimits = DEFAULT_LIMITS,
         vad_policy: VadPolicy = DEFAULT_VAD,
         state: FramerState = NEW_FRAMER,
+        *,
+        high_resolution: bool = True,
     ) -> None:
         """context_positions: length of the session context, reserved with append 1. state: where to
-        go on from (a snapshot, or `Append.resume`)."""
+        go on from (a snapshot, or `Append.resume`). high_resolution: whether a frame may be cut
+        into slices."""
         self._context_positions = context_positions
         self._limits = limits
         self._vad_policy = vad_policy
+        self._high_resolution = high_resolution
         self._next_seq = state.next_seq
         self._rate_hz = state.rate_hz
         self._received = state.received_samples
@@ -156,9 +160,14 @@ class UnitFramer:
             force_listen=unit.force_listen,
             final=unit.final,
             reservation=reserve_append(
-                seq, UNIT_SAMPLES, [frame.size for frame in unit.frames], self._context_positions
+                seq,
+                UNIT_SAMPLES,
+                [frame.size for frame in unit.frames],
+                self._context_positions,
+                high_resolution=self._high_resolution,
             ),
             resume=_resume_state(unit, self._next_seq),
+            high_resolution=self._high_resolution,
         )
 
     def without_frames(self, append: Append) -> Append:

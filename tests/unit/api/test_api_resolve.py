@@ -56,7 +56,7 @@ def test_what_is_named_wins_field_by_field() -> None:
         10_000,
         duration_ms("30m"),
     )
-    assert (resolved.camera.frames_per_unit, resolved.camera.high_resolution) == (2, False)
+    assert (resolved.camera.frames_per_unit, resolved.camera.high_resolution) == (2, True)
     assert (resolved.window.mode, resolved.window.context_max_units) == (WindowMode.CONTEXT, 7)
 
 

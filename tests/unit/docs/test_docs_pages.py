@@ -20,7 +20,7 @@ PAGES = sorted(
 HOMES = (ROOT, ROOT / "sidecar" / "duplex_sidecar", ROOT / "crds", ROOT / "docs")
 """Where a path that a page names may begin."""
 MAX_PICTURE_BYTES = 200_000
-GROUPS = ("checkpoint", "contract", "ledger")
+GROUPS = ("checkpoint", "contract", "history", "ledger")
 """Verbs that have verbs."""
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -63,7 +63,7 @@ def test_every_make_verb_exists(page: Path) -> None:
 def test_every_duplex_verb_exists(page: Path) -> None:
     verbs = {name for name in app if not name.startswith("-")}
     for code in code_of(page):
-        for verb, inner in re.findall(r"(?:^|[\s/])duplex ([a-z]+)(?: ([a-z]+)\b)?", code):
+        for verb, inner in re.findall(r"(?:^|[\s/])duplex ([a-z]+)(?![\w/])(?: ([a-z]+)\b)?", code):
             assert verb in verbs, code
             assert not inner or verb not in GROUPS or inner in list(app[verb]), code
 

@@ -40,7 +40,7 @@ def opened(session="s", start_samples=0):
 
 
 def append(unit, pcm=LATER, *, session="s", frames=(), discard=False):
-    return EncoderFeed(session, unit, pcm, tuple(frames), discard)
+    return EncoderFeed(session, unit, pcm, tuple(frames), True, discard)
 
 
 async def refused(engine, request, fault=StageFault.REFUSED) -> str:

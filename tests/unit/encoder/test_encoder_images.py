@@ -75,10 +75,13 @@ def test_as_many_blocks_as_framing_reserves(sizes):
         file = io.BytesIO()
         Image.new("L", (width, height)).save(file, "PNG", compress_level=1)
         frames.append(file.getvalue())
-    kinds = block_kinds([FrameSize(width, height) for width, height in sizes])
-    blocks = frame_blocks(frames)
-    assert len(blocks) == len(kinds)
-    assert all(side % 14 == 0 for block in blocks for side in block.shape[1:])
+    for high_resolution in (True, False):
+        kinds = block_kinds(
+            [FrameSize(width, height) for width, height in sizes], high_resolution=high_resolution
+        )
+        blocks = frame_blocks(frames, high_resolution=high_resolution)
+        assert len(blocks) == len(kinds)
+        assert all(side % 14 == 0 for block in blocks for side in block.shape[1:])
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def test_reservations_are_exact() -> None:
     assert second.reservation.context_slots == 0
 
 
+def test_without_high_resolution_no_frame_is_cut() -> None:
+    source = UnitFramer(CONTEXT_POSITIONS, high_resolution=False)
+    source.push(speech(1), 16_000, [frame(900, 600), frame()])
+    (append,) = take_all(source)
+    assert (append.reservation.vision_slots, append.high_resolution) == (132, False)
+
+
 def test_a_commit_pads_the_tail_with_zeros() -> None:
     source = framer()
     source.push(speech(1.25), 16_000)

@@ -94,12 +94,15 @@ def test_chunks_agree_with_the_reservation(first_units: int, later_units: int) -
     assert later.carry_samples == first.carry_samples
 
 
-@given(st.lists(sizes, max_size=2))
-def test_blocks_to_encode_are_the_reserved_ones(frames: list[FrameSize]) -> None:
-    blocks = image_blocks(frames)
+@given(st.lists(sizes, max_size=2), st.booleans())
+def test_blocks_to_encode_are_the_reserved_ones(
+    frames: list[FrameSize], high_resolution: bool
+) -> None:
+    blocks = image_blocks(frames, high_resolution=high_resolution)
     kinds = tuple(block.kind for frame in blocks for block in frame)
-    assert kinds == block_kinds(frames)
-    reservation = reserve_append(2, 16_000, frames, 0)
+    assert kinds == block_kinds(frames, high_resolution=high_resolution)
+    assert high_resolution or kinds == (BlockKind.SOURCE,) * len(frames)
+    reservation = reserve_append(2, 16_000, frames, 0, high_resolution=high_resolution)
     assert reservation.blocks == kinds
     assert reservation.vision_slots == IMAGE_BLOCK_POSITIONS * len(kinds)
 

@@ -91,15 +91,17 @@ def reserve_append(
     frames: Sequence[FrameSize | None],
     context_positions: int,
     tile_pixels: int | None = TILE_PIXELS,
+    *,
+    high_resolution: bool = True,
 ) -> Reservation:
     """Positions of an append, context (for seq 1) and frames included.
 
     samples: new 16 kHz samples, None when the audio is missing or cannot be decoded. frames: None
     for a frame whose header cannot be read. context_positions: the session context, counted for
-    seq 1 only. tile_pixels: None when not known. The sidecar admits whole units of readable frames
+    seq 1 only. tile_pixels: None when not known. high_resolution: as in `block_kinds`. The sidecar admits whole units of readable frames
     only; the other rows of the table are the public implementation's guesses.
     """
-    blocks = block_kinds(frames, tile_pixels)
+    blocks = block_kinds(frames, tile_pixels, high_resolution=high_resolution)
     vision = IMAGE_BLOCK_POSITIONS * len(blocks)
     context = context_positions if seq <= 1 else 0
     return Reservation(
@@ -121,12 +123,16 @@ def context_positions(exact: int | None, reference_samples: int | None) -> int:
 
 
 def block_kinds(
-    frames: Sequence[FrameSize | None], tile_pixels: int | None = TILE_PIXELS
+    frames: Sequence[FrameSize | None],
+    tile_pixels: int | None = TILE_PIXELS,
+    *,
+    high_resolution: bool = True,
 ) -> tuple[BlockKind, ...]:
     """Image blocks of an append in KV order. Of two frames the first may be cut into two slices;
-    one that cannot be measured is counted with them. Raises ValueError for more than two frames."""
+    one that cannot be measured is counted with them. high_resolution: the public rule; without it
+    no frame is ever cut. Raises ValueError for more than two frames."""
     kinds: list[BlockKind] = []
-    for frame, most in zip(frames, _max_slices(len(frames)), strict=True):
+    for frame, most in zip(frames, _max_slices(len(frames), high_resolution), strict=True):
         kinds.append(BlockKind.SOURCE)
         cut = frame is None or tile_pixels is None or frame.width * frame.height > tile_pixels
         if cut and most > 1:
@@ -134,7 +140,9 @@ def block_kinds(
     return tuple(kinds)
 
 
-def image_blocks(frames: Sequence[FrameSize]) -> tuple[tuple[ImageBlock, ...], ...]:
+def image_blocks(
+    frames: Sequence[FrameSize], *, high_resolution: bool = True
+) -> tuple[tuple[ImageBlock, ...], ...]:
     """How to cut each frame of an append; kinds in the order of `block_kinds`.
 
     A frame that is not cut is resized to about 448 x 448 pixels of its own shape, up or down; of a
@@ -142,7 +150,7 @@ def image_blocks(frames: Sequence[FrameSize]) -> tuple[tuple[ImageBlock, ...], .
     """
     return tuple(
         _frame_blocks(frame, most)
-        for frame, most in zip(frames, _max_slices(len(frames)), strict=True)
+        for frame, most in zip(frames, _max_slices(len(frames), high_resolution), strict=True)
     )
 
 
@@ -169,10 +177,12 @@ def _audio_positions(seq: int, samples: int | None) -> int:
     return CHUNK_POSITIONS * max(1, seconds - 1) - 1
 
 
-def _max_slices(frames: int) -> tuple[int, ...]:
+def _max_slices(frames: int, high_resolution: bool) -> tuple[int, ...]:
     if frames > MAX_FRAMES_PER_APPEND:
         raise ValueError(f"{frames} frames; an append has at most {MAX_FRAMES_PER_APPEND}")
-    return PAIR_MAX_SLICES if frames == MAX_FRAMES_PER_APPEND else (SINGLE_MAX_SLICES,) * frames
+    if high_resolution and frames == MAX_FRAMES_PER_APPEND:
+        return PAIR_MAX_SLICES
+    return (SINGLE_MAX_SLICES,) * frames
 
 
 def _frame_blocks(frame: FrameSize, max_slices: int) -> tuple[ImageBlock, ...]:

@@ -1,0 +1,60 @@
+"""Scenes with one misfortune each, recorded by outside observers and judged from their files by
+`duplex history check`; together they are not vacuous."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import last_run
+
+from duplex_sidecar.cli.history import check
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from support import scenes
+from support.histories import Doors, World, short_leases
+
+pytestmark = pytest.mark.fault
+LEASE_MS, MARGIN_MS, RENEW_MS = 1_000, 200, 100
+SCENE_S = 20.0
+SCENES = (
+    scenes.plain,
+    scenes.zombie,
+    scenes.broken_lease,
+    scenes.late_arrival,
+    scenes.lost_replies,
+    scenes.death,
+    scenes.one_way,
+    scenes.slow_ledger,
+)
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_the_files_of_all_scenes_hold(
+    valkey: EmbeddedValkey,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=RENEW_MS)
+    files: list[Path] = []
+    async with Doors().open() as doors:
+        for scene in SCENES:
+            session = scene.__name__.replace("_", "-")
+            async with World(doors, valkey.url, tmp_path, session) as world:
+                async with asyncio.timeout(SCENE_S):
+                    await scene(world, session)
+                await world.finish(session)
+            files.append(world.observer.write(tmp_path / f"{session}.jsonl"))
+            last_run.add("scenes", [world.report()])
+    status = check(*files, zombies=2, redos=1, resends=2, takeovers=3)
+    assert status == 0, capsys.readouterr().out
