@@ -30,15 +30,18 @@ def script_of(
     special_ids: Collection[int],
     encode: Callable[[str], Sequence[int]],
     instructions: str | None = None,
+    reference: tuple[Position, ...] = (),
 ) -> Script:
-    """The context without a reference voice and without seeded text."""
+    """The context, with the rows of a reference voice if there are any, without seeded text."""
+    begin, end = ("\n<|audio_start|>", "<|audio_end|>") if reference else ("", "")
     words = instructions or "Streaming Omni Conversation."
     return Script(
         named=named,
         special_ids=special_ids,
-        prefix=tuple(encode(f"<|im_start|>system\n{words}")),
-        suffix=tuple(encode("<|im_end|>")),
+        prefix=tuple(encode(f"<|im_start|>system\n{words}{begin}")),
+        suffix=tuple(encode(f"{end}<|im_end|>")),
         marker=tuple(encode("\n\nprevious: ")),
+        reference=reference,
     )
 
 

@@ -116,8 +116,10 @@ class Loop:
         return out.last_hidden_state[0, -1]
 
 
-def read_script(folder: Path, instructions: str) -> tuple[Script, Language]:
-    """Ids and texts of a checkpoint's tokenizer.json."""
+def read_script(
+    folder: Path, instructions: str, reference: tuple[Position, ...] = ()
+) -> tuple[Script, Language]:
+    """Ids and texts of a checkpoint's tokenizer.json. reference: rows of a reference voice."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
     named = {token.content: id_ for id_, token in added.items()}
@@ -129,5 +131,5 @@ def read_script(folder: Path, instructions: str) -> tuple[Script, Language]:
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    script = script_of(named, special, encode, instructions)
+    script = script_of(named, special, encode, instructions, reference)
     return script, Language(named, special, (), decode)

@@ -31,6 +31,7 @@ from support.exact_stages import (
     TapedEncoder,
     TapedThinker,
     Tapes,
+    rows_of,
     start_encoder,
 )
 from support.material import speech
@@ -43,7 +44,7 @@ from duplex_sidecar.session.model import ServedModel, load_model
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.engine.settings import Device
-from duplex_sidecar.stages.envelope import ElementType
+from duplex_sidecar.stages.envelope import ElementType, EncoderReference
 from duplex_sidecar.stages.environment import stage_environment
 from duplex_sidecar.stages.supervisor import StageSpec, Supervisor
 from duplex_sidecar.stages.thinker.client import ThinkerClient
@@ -70,6 +71,7 @@ FEED_TIMEOUT_S = 120.0
 PATIENCE = 6
 """Times that the kit's caller waits for an event."""
 SPEECH_RMS = 0.01
+OWN_VOICE = "default"
 SEATS = 2 * MAX_SESSIONS
 KV_BYTES = 512 * 1024 * 1024
 
@@ -79,16 +81,18 @@ KV_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Cast:
-    """One conversation. voice: what of the shipped recording it hears, and what it sees."""
+    """One conversation. voice: what of the shipped recording it hears, and what it sees. named: it
+    names its own voice, so that this one's reference clip stands in its prompts."""
 
     name: str
     mode: Mode
     camera: bool
     voice: int
+    named: bool
 
     @property
     def terms(self) -> Terms:
-        terms = Terms(self.mode, greedy=True)
+        terms = Terms(self.mode, greedy=True, voice=OWN_VOICE if self.named else None)
         return with_camera(terms) if self.camera else terms
 
     @property
@@ -128,12 +132,18 @@ class Cast:
 
 
 CASTS = tuple(
-    Cast(f"{mode}-{'camera' if camera else 'audio'}", mode, camera, voice)
+    Cast(
+        f"{mode}-{'camera' if camera else 'audio'}",
+        mode,
+        camera,
+        voice,
+        named=mode == ("basic" if camera else "context"),
+    )
     for voice, (camera, mode) in enumerate(
         (camera, mode) for camera in (False, True) for mode in ("off", "basic", "context")
     )
 )
-"""The six combinations of window mode and medium."""
+"""The six combinations of window mode and medium; two of them name their voice."""
 
 
 @cache
@@ -277,7 +287,23 @@ class World:
     script: Script
     language: Language
     element_type: ElementType = ElementType.FLOAT32
+    voiced_script: Script | None = None
+    """With the reference clip; known when there was an encoder."""
     _replicas: int = 0
+
+    def script_of(self, cast: Cast) -> Script:
+        """The session context of that conversation."""
+        return self.script_in(cast.name)
+
+    def script_in(self, session: str) -> Script:
+        if not any(cast.named and session.endswith(cast.name) for cast in CASTS):
+            return self.script
+        assert self.voiced_script is not None
+        return self.voiced_script
+
+    async def _hear_voice(self, encoder: TapedEncoder) -> None:
+        clip = await encoder.reference(EncoderReference(OWN_VOICE))
+        self.voiced_script, _ = read_script(self.checkpoint, PROMPT, tuple(rows_of(clip.rows)))
 
     @asynccontextmanager
     async def replica(
@@ -290,7 +316,8 @@ class World:
         """A sidecar's sessions with an encoder of their own, all on the one Thinker."""
         self._replicas += 1
         encoder = await start_encoder(self.checkpoint, tapes, self.element_type)
-        thinker = TapedThinker(self.engine.client, tapes, self.script, shadowed, spoils)
+        await self._hear_voice(encoder)
+        thinker = TapedThinker(self.engine.client, tapes, self.script_in, shadowed, spoils)
         stages = ExactStages(taped_encoder=encoder, taped_thinker=thinker)
         name = f"exact-{id(self)}-{self._replicas}"
         try:

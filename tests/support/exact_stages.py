@@ -20,9 +20,11 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
     HealthReport,
     Ids,
+    ReferenceRows,
     Rows,
     TalkerAnswer,
     TalkerClose,
@@ -108,13 +110,13 @@ class TapedThinker:
         self,
         stage: ThinkerStage,
         tapes: Tapes,
-        script: Script,
+        script_of: Callable[[str], Script],
         shadowed: Callable[[str, int], bool] = lambda session, unit: False,
         spoils: Mapping[tuple[str, int], Defect] | None = None,
     ) -> None:
         self._stage = stage
         self._tapes = tapes
-        self._script = script
+        self._script_of = script_of
         self._shadowed = shadowed
         self._spoils = spoils or {}
         self._streams: dict[str, _Stream] = {}
@@ -134,7 +136,7 @@ class TapedThinker:
         if request.opens:
             self._streams[request.stream] = _Stream([], request.stream)
         stream = self._streams[request.stream]
-        if context[-1] == self._script.named["</unit>"]:
+        if context[-1] == self._script_of(request.session).named["</unit>"]:
             # Closed units alone: the append comes later, and this answer counts for nothing.
             answer = await self._stage.feed(request)
             self._newest[request.session] = stream.name
@@ -163,7 +165,7 @@ class TapedThinker:
         )
         defect = self._spoils.get((request.session, request.unit))
         if defect is not None:
-            wrong = spoil(context, defect, self._script)
+            wrong = spoil(context, defect, self._script_of(request.session))
             sent = _opening(request, f"{request.stream}~", wrong)
             if not request.opens:
                 await self._stage.close(ThinkerClose(stream.name))
@@ -185,7 +187,7 @@ class TapedThinker:
     async def _shadow(
         self, request: ThinkerFeed, context: Sequence[Position], defect: Defect
     ) -> Said:
-        wrong = spoil(context, defect, self._script)
+        wrong = spoil(context, defect, self._script_of(request.session))
         name = f"{request.stream}~{request.unit}~{defect}"
         answer = await self._stage.feed(_opening(request, name, wrong))
         await self._stage.close(ThinkerClose(name))
@@ -279,6 +281,11 @@ class TapedEncoder:
                 tuple(tuple(audio[at : at + 10]) for at in range(0, len(audio), 10)),
                 tuple(tuple(rows_of(block)) for block in rows.vision),
             )
+        return rows
+
+    async def reference(self, request: EncoderReference) -> ReferenceRows:
+        rows = await self._service.handle(request)
+        assert isinstance(rows, ReferenceRows)
         return rows
 
     async def close(self, request: EncoderClose) -> None:

@@ -1,15 +1,17 @@
 """A release of the chart on this machine's own cluster, and what it needs there to run real
 conversations: images without a registry, a pool whose pods run this checkout."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
+from redis import Redis
 from support.clusters import OwnCluster
-from support.kube import Json, Kube
+from support.kube import Json, Kube, until
 from support.sidecar_pods import (
+    READY_TIMEOUT_S,
     load_sidecar_image,
     mount_program,
     share_checkpoint,
@@ -17,6 +19,7 @@ from support.sidecar_pods import (
 )
 
 from duplex_sidecar.ledger.embedded import server_binary
+from duplex_sidecar.ledger.keys import session_keys
 from scripts.cluster import ROOT
 
 CONTROL_IMAGE = "duplex-control:0.1.0"
@@ -26,6 +29,53 @@ EXAMPLES = ROOT / "examples"
 LEDGER_DOCKERFILE = ROOT / "tests" / "cluster" / "ledger.Dockerfile"
 INSTALL_TIMEOUT_S = 180
 RELEASE = "talk"
+SIDECARS = "app.kubernetes.io/component=sidecar"
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """A release that serves the whole cluster, and a pool.
+
+    home: the release's namespace; namespace: the pool's. Both enforce `restricted`.
+    """
+
+    cluster: OwnCluster
+    home: str
+    namespace: str
+    pool: str
+
+    def await_free(self, slots: int) -> None:
+        """Until that many sessions would be placed at once."""
+        until(lambda: self.free_slots() >= slots, f"{slots} free slots", READY_TIMEOUT_S)
+
+    def free_slots(self) -> int:
+        pool = self.cluster.get("dxp", self.pool, self.namespace)
+        return pool.get("status", {}).get("freeSlots", 0)
+
+    def pod_of(self, session: str) -> str:
+        """The pod that runs it; empty while none does."""
+        status: Json = self.cluster.get("dxs", session, self.namespace).get("status", {})
+        return status.get("placement", {}).get("pod", "")
+
+
+@contextmanager
+def running_voice(cluster: OwnCluster, pods: int = 2) -> Generator[Voice]:
+    """Of that many pods with one slot each. Begins when they take sessions."""
+    load_images(cluster)
+    install_kinds(cluster)
+    with cluster.namespace("duplex-system") as home, cluster.namespace("voice") as namespace:
+        install(cluster, home)
+        try:
+            pool = cpu_pool(cluster, namespace, replicas=pods, slots=1)
+            cluster.apply(pool, namespace)
+            voice = Voice(cluster, home, namespace, pool["metadata"]["name"])
+            voice.await_free(pods)
+            yield voice
+        finally:
+            uninstall(cluster, home)
+
+
+# --- installing ----------------------------------------------------------------------------------
 
 
 def load_images(cluster: OwnCluster) -> None:
@@ -35,8 +85,17 @@ def load_images(cluster: OwnCluster) -> None:
     load_sidecar_image(cluster)
 
 
+def install_kinds(cluster: OwnCluster) -> None:
+    """The chart of the kinds, also where they are already."""
+    cluster.helm(
+        *("upgrade", "--install", "duplex-crds", str(CHARTS / "duplex-crds")),
+        *("-n", "kube-system", "--take-ownership"),
+    )
+    cluster.await_kinds()
+
+
 def install(cluster: OwnCluster, namespace: str, values: Sequence[str] = ()) -> None:
-    """The chart, with a trial ledger. values: more of `--set`, one NAME=VALUE each."""
+    """The chart, with a trial ledger. values: more for `--set`, one NAME=VALUE each."""
     given = (f"trialLedger.image={LEDGER_IMAGE}", *values)
     cluster.helm(
         *("install", RELEASE, str(CHARTS / "duplex"), "-n", namespace, "--wait"),
@@ -47,9 +106,8 @@ def install(cluster: OwnCluster, namespace: str, values: Sequence[str] = ()) -> 
 
 
 def uninstall(cluster: OwnCluster, namespace: str) -> None:
-    cluster.helm(
-        *("uninstall", RELEASE, "-n", namespace, "--wait"), timeout_s=INSTALL_TIMEOUT_S + 10
-    )
+    command = ("uninstall", RELEASE, "-n", namespace, "--wait")
+    cluster.helm(*command, timeout_s=INSTALL_TIMEOUT_S)
 
 
 def example(name: str) -> Json:
@@ -63,30 +121,30 @@ def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
     spec: fields that are different. Shares the folders that its pods need.
     """
     pool = example("pool-cpu.yaml")
-    claim: str = pool["spec"]["checkpoint"]["pvc"]["claimName"]
-    share_checkpoint(cluster, namespace, claim)
+    share_checkpoint(cluster, namespace, pool["spec"]["checkpoint"]["pvc"]["claimName"])
     mount_program(pool["spec"]["template"], share_program(cluster, namespace))
     pool["spec"] |= {"image": load_sidecar_image(cluster), **spec}
     return pool
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What a client dials a session with. uid: the session's id at the gateway and in the ledger."""
-
-    uid: str
-    token: str
+# --- the ledger ----------------------------------------------------------------------------------
 
 
-def ticket(kube: Kube, name: str, namespace: str) -> Ticket:
-    """Of a session that was placed once: its token is in the Secret that its status names."""
-    status: Json = kube.get("dxs", name, namespace)["status"]
-    named: Json = status["tokenSecret"]
-    token = kube.secret(named["name"], namespace)[named["key"]]
-    return Ticket(status["ledgerId"], token.decode())
+@contextmanager
+def ledger_of(cluster: Kube, home: str) -> Generator[Redis]:
+    """A connection to the release's trial ledger."""
+    name = f"{RELEASE}-ledger"
+    password = cluster.secret(name, home)["password"].decode()
+    with (
+        cluster.port_forward(f"service/{name}", 6379, home) as port,
+        Redis(host="127.0.0.1", port=port, password=password, protocol=2) as redis,
+    ):
+        yield redis
 
 
-def pod_of(kube: Kube, name: str, namespace: str) -> str:
-    """The pod that runs a session; empty while none does."""
-    status: Json = kube.get("dxs", name, namespace).get("status", {})
-    return status.get("placement", {}).get("pod", "")
+def left_of(redis: Redis, uid: str) -> list[str]:
+    """What the ledger still has of a session, but for the mark that it was erased."""
+    meta = session_keys(uid).meta
+    erased = redis.hget(meta, "phase") == b"erased"
+    keys = sorted(key.decode() for key in redis.scan_iter(match=f"*{uid}*"))
+    return [key for key in keys if not (erased and key == meta)]

@@ -1,0 +1,132 @@
+"""Clients of a session on a cluster: the demo's own, talking through the gateway at real time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from support.kube import Json, Kube
+from support.material import speech
+from support.releases import RELEASE, Voice
+
+from duplex_sidecar.client.conversation import Conversation, ConversationFailed, Talk
+
+UNIT_TIMEOUT_S = 60.0
+LONGEST_TALK_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a client dials a session with. uid: the session's id at the gateway and in the ledger."""
+
+    uid: str
+    token: str
+
+
+def ticket(kube: Kube, session: str, namespace: str) -> Ticket:
+    """Of a session that was accepted: its token is in the Secret that its status names."""
+    status: Json = kube.get("dxs", session, namespace)["status"]
+    named: Json = status["tokenSecret"]
+    token = kube.secret(named["name"], namespace)[named["key"]]
+    return Ticket(status["ledgerId"], token.decode())
+
+
+@dataclass
+class Caller:
+    """A conversation that goes on beside the test."""
+
+    conversation: Conversation
+    task: asyncio.Task[Talk]
+    events: list[Json]
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def talk(self) -> Talk:
+        return self.conversation.talk
+
+    @property
+    def last_unit(self) -> int:
+        return max((unit["unit"] for unit in self.talk.units), default=0)
+
+    async def until(
+        self, where: Callable[[Json], bool], what: str, timeout_s: float = UNIT_TIMEOUT_S
+    ) -> Json:
+        """The first event for which it holds, now or when it comes. Raises TimeoutError, and what
+        ended the conversation before."""
+        seen = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    for event in self.events[seen:]:
+                        if where(event):
+                            return event
+                    seen = len(self.events)
+                    if self.task.done():
+                        raise AssertionError(f"over before {what}") from self.task.exception()
+                    self.came.clear()
+                    await self.came.wait()
+        except TimeoutError:
+            said = [event["type"] for event in self.events[-5:]]
+            raise TimeoutError(f"{what}: not within {timeout_s} s; last came {said}") from None
+
+    async def until_unit(self, number: int, timeout_s: float = UNIT_TIMEOUT_S) -> Json:
+        return await self.until(
+            lambda event: event["type"] == "duplex.unit" and event["unit"] >= number,
+            f"unit {number}",
+            timeout_s,
+        )
+
+    async def until_mid_sentence(self, after_unit: int) -> Json:
+        """The facts of a unit behind that one which speaks, in a turn that is not over with it."""
+
+        def speaking(event: Json) -> bool:
+            if event["type"] != "duplex.unit" or event["unit"] <= after_unit:
+                return False
+            over = any(
+                each["type"] == "response.done" and each["duplex"]["unit"] == event["unit"]
+                for each in self.events
+            )
+            return event["decision"] == "speak" and not over
+
+        return await self.until(speaking, f"a sentence after unit {after_unit}")
+
+    def assert_whole(self) -> None:
+        """Every unit and every numbered event once and in order, over one connection."""
+        numbers = [unit["unit"] for unit in self.talk.units]
+        assert numbers == list(range(1, len(numbers) + 1))
+        sequences = [
+            event["server_event_seq"] for event in self.events if "server_event_seq" in event
+        ]
+        assert sequences == list(range(1, len(sequences) + 1))
+        assert self.talk.repeated == 0
+        assert self.talk.resumes == []
+        assert self.talk.errors == []
+
+
+@asynccontextmanager
+async def calling(
+    voice: Voice, session: str, *, namespace: str = "", seconds: float = LONGEST_TALK_S
+) -> AsyncGenerator[Caller]:
+    """A client that speaks until this context ends, or until it has said that many seconds and
+    closed the session."""
+    named = ticket(voice.cluster, session, namespace or voice.namespace)
+    with voice.cluster.port_forward(f"service/{RELEASE}-gateway", 80, voice.home) as port:
+        events: list[Json] = []
+        came = asyncio.Event()
+
+        def take(event: Json) -> None:
+            events.append(event)
+            came.set()
+
+        url = f"http://127.0.0.1:{port}/v1"
+        conversation = Conversation(
+            url, named.uid, named.token, speech(seconds), redial_for_s=30.0, on_event=take
+        )
+        task = asyncio.create_task(conversation.run())
+        task.add_done_callback(lambda _: came.set())
+        try:
+            yield Caller(conversation, task, events, came)
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, ConversationFailed):
+                await task
