@@ -202,15 +202,15 @@ class ResumeState:
         if not self.greeted:
             self.greeted = True
             self._start_sequence = facts.last_sequence
-            self._position = facts.acknowledged_sample
+            self._position = facts.received_sample
             self._base_format = InputFormat(rate_hz=facts.input_rate_hz)
             self._reckon_samples()
             return []
         for item in self._waiting:
             item.cut_from = None
         # A ledger that was rewound: what is no longer kept is lost, the rest follows what is left.
-        self._position = min(self._position, facts.acknowledged_sample)
-        owed = self._skip_what_is_there(facts.acknowledged_sample)
+        self._position = min(self._position, facts.received_sample)
+        owed = self._skip_what_is_there(facts.received_sample)
         if another:
             # What a new owner has it has from the ledger.
             self._trim(facts.acknowledged_sample)
@@ -387,7 +387,7 @@ class ResumeState:
             case _:
                 return False
 
-    def _skip_what_is_there(self, acknowledged_sample: int) -> list[bytes]:
+    def _skip_what_is_there(self, received_sample: int) -> list[bytes]:
         """Do not send again what the owner has; it may not be durable, so it is kept. What stands
         exactly at the owner's position may be there or not, and does no harm twice."""
         position = self._position
@@ -395,10 +395,10 @@ class ResumeState:
         owed: list[bytes] = []
         while self._waiting:
             item = self._waiting[0]
-            before = position < acknowledged_sample
+            before = position < received_sample
             end = item.end(position) if _has_samples(item) else position
             match item.said.kind:
-                case Kind.APPEND | Kind.COMMIT if before and end <= acknowledged_sample:
+                case Kind.APPEND | Kind.COMMIT if before and end <= received_sample:
                     position = end
                 case Kind.CLEAR if before:
                     if not item.answered:
@@ -412,10 +412,10 @@ class ResumeState:
         self._formats_first = deque(formats)
         if self._waiting:
             first = self._waiting[0]
-            if position < acknowledged_sample and first.said.from_sample is None:
+            if position < received_sample and first.said.from_sample is None:
                 first.cut_from = position
         else:
-            self._position += acknowledged_sample - position
+            self._position += received_sample - position
         return owed
 
 

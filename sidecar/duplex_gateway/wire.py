@@ -143,6 +143,7 @@ class Facts(msgspec.Struct, frozen=True):
     """What the gateway reads of the `duplex` field, whichever event has it."""
 
     acknowledged_sample: int = 0
+    received_sample: int = 0
     last_sequence: int = 0
     input_rate_hz: int = 24_000
     to_sample: int = 0

@@ -161,9 +161,8 @@ class SplitBrain(RuleBasedStateMachine):
         # Here packets come again by the network, not by the client.
         allowed = {Rule.HIDDEN_RETRY}
         if self.failovers:
-            # What memory does not keep. And a number that only the lost state knew may be given a
-            # second time; nonces keep its two owners apart.
-            allowed |= {Rule.ACKNOWLEDGED_INPUT_LOST, Rule.FENCE_OF_TWO_REPLICAS}
+            # What memory does not keep.
+            allowed |= {Rule.ACKNOWLEDGED_INPUT_LOST}
         assert report.rules <= allowed, report.violations
         self.ground.reports.append(report)
 
@@ -188,7 +187,7 @@ class SplitBrain(RuleBasedStateMachine):
             assert self.failovers
             return
         known = [owner.lease.fence for owner in self.owners.values()]
-        assert lease.fence > max(known, default=0) or self.failovers
+        assert lease.fence > max(known, default=0)
         loaded = self.ground.do(ledger.load(self.session))
         self.connections += 1
         self.owners[name] = Owner(lease, loaded.head, loaded.meta.events_last, self.connections)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ledgers import assert_input_is_whole, committed_units
 
 from duplex_api.manifest import load_manifest
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -114,7 +115,8 @@ async def test_a_client_that_comes_back_in_time_misses_nothing(
         opened = await caller.dial(here)
         assert opened.resumed
         assert opened.attachment == len(caller.openings)
-        assert opened.acknowledged_sample == unit * RATE_HZ, "held here, nothing to send again"
+        assert opened.received_sample == unit * RATE_HZ, "held here"
+        assert (unit - 2) * RATE_HZ <= opened.acknowledged_sample <= opened.received_sample
     await caller.until_unit(40)
     check_events(caller)
     assert await tokens(here.ledger, "back") == calm
@@ -252,6 +254,22 @@ async def test_close_lets_the_unit_under_way_end(here: Replica) -> None:
     assert closed.code is ErrorCode.SESSION_ENDED
     loaded = await here.ledger.load("polite")
     assert (loaded.head.committed_seq, loaded.closed is not None) == (4, True)
+
+
+async def test_a_client_is_told_to_keep_what_is_only_in_memory(
+    valkey: EmbeddedValkey, here: Replica
+) -> None:
+    caller = await called(here, "keeps")
+    pause = here.stages.thinker.pause(3, after=False)
+    await caller.say(5)
+    await pause.reached.wait()
+    await caller.hang_up()
+    opened = await caller.dial(here)
+    assert (opened.acknowledged_sample, opened.received_sample) == (3 * RATE_HZ, 5 * RATE_HZ)
+    await caller.say(6)  # from the acknowledged position, so the fourth and fifth come again
+    pause.go.set()
+    await caller.until_unit(6)
+    assert_input_is_whole(await committed_units(valkey.url, "keeps"))
 
 
 @pytest.mark.parametrize("stage", ["encoder", "thinker", "talker", "code2wav"])

@@ -44,6 +44,8 @@ class Talk:
     transcript: dict[int, str] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
     resumes: list[dict[str, Any]] = field(default_factory=list)
+    repeated: int = 0
+    """Numbered events that came once more, and were dropped."""
     sent_at_s: dict[int, float] = field(default_factory=dict)
     """Unit -> monotonic time at which its last sample was sent."""
     done_at_s: dict[int, float] = field(default_factory=dict)
@@ -179,6 +181,7 @@ class Conversation:
             sequence = event.get("server_event_seq")
             if sequence is not None:
                 if sequence <= self._last_sequence:
+                    self.talk.repeated += 1
                     continue
                 self._last_sequence = sequence
             self._take(event)

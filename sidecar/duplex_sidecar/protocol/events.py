@@ -26,7 +26,9 @@ class SessionOpened(msgspec.Struct, frozen=True):
     """First event of an attachment; `resumed` tells whether units were there before it.
 
     next_unit: number of the unit that will be closed next. acknowledged_sample: position in the
-    client's own samples up to which input is durable. last_sequence: newest journaled event.
+    client's own samples up to which input is durable: it keeps what lies behind, and goes on from
+    there. received_sample: up to which it is here, durable or not: samples without a position are
+    taken to follow that. last_sequence: newest journaled event.
     """
 
     session: str
@@ -34,6 +36,7 @@ class SessionOpened(msgspec.Struct, frozen=True):
     attachment: int
     next_unit: int
     acknowledged_sample: int
+    received_sample: int
     last_sequence: int
     window_mode: str
     input_rate_hz: int

@@ -27,6 +27,7 @@ from duplex_sidecar.protocol.events import (
     Alive,
     Event,
     Failure,
+    InputAccepted,
     InputCleared,
     Sequenced,
     SessionOpened,
@@ -104,6 +105,7 @@ class SessionActor:
         self._recovered = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         self._closing = False
+        self._accepted_sample = 0
         self._asked_to_end: Ending | None = None
         self._park_wishes: dict[ParkReason, float] = {}
         self._told_refusing = False
@@ -205,6 +207,8 @@ class SessionActor:
 
     def publish(self, event: Event) -> None:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
+        if isinstance(event, InputAccepted):
+            self._accepted_sample = event.to_sample
         if isinstance(event, Sequenced) and self.attached:
             self.quality.saw(event, self._clock_s())
         self._clients.publish(event)
@@ -349,7 +353,10 @@ class SessionActor:
             resumed=self._conversation.seq > 0 or last_sequence is not None,
             attachment=attachment,
             next_unit=self._conversation.seq + 1,
-            acknowledged_sample=self._desk.received_samples,
+            acknowledged_sample=max(
+                self._accepted_sample, self._conversation.framing.received_samples
+            ),
+            received_sample=self._desk.received_samples,
             last_sequence=self._speech.last_sequence,
             window_mode=self._mode,
             input_rate_hz=self._desk.rate_hz,

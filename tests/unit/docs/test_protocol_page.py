@@ -38,7 +38,7 @@ _BODIES: tuple[events.SequencedBody, ...] = (
     events.Audio(1, 1, 0, 0, 0, b""),
     _FACTS,
 )
-_OPENED = events.SessionOpened("one", False, 1, 1, 0, 0, "off", 24_000)
+_OPENED = events.SessionOpened("one", False, 1, 1, 0, 0, 0, "off", 24_000)
 EVENTS: tuple[events.Event, ...] = (
     _OPENED,
     msgspec.structs.replace(_OPENED, resumed=True),

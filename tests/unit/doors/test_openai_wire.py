@@ -205,7 +205,7 @@ def test_a_sequenced_event_has_the_same_bytes_whenever_it_is_rendered() -> None:
 
 
 def test_unsequenced_events_carry_no_sequence() -> None:
-    opened = rendered(SessionOpened("s", False, 1, 1, 0, 0, "context", 16_000))
+    opened = rendered(SessionOpened("s", False, 1, 1, 0, 0, 0, "context", 16_000))
     assert opened["type"] == "session.created"
     assert opened["session"]["audio"]["input"]["format"]["rate"] == 16_000
     accepted = rendered(InputAccepted(2, 16_000, 32_000))

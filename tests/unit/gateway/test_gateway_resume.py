@@ -54,10 +54,17 @@ def committed(to_sample: int) -> bytes:
     return event("input_audio_buffer.committed", duplex={"to_sample": to_sample})
 
 
-def connect(state: ResumeState, acknowledged: int, last: int = 0, fence: int = 1) -> list[bytes]:
-    return state.connect(
-        fence, Facts(acknowledged_sample=acknowledged, last_sequence=last, input_rate_hz=16_000)
+def connect(
+    state: ResumeState, received: int, last: int = 0, fence: int = 1, durable: int | None = None
+) -> list[bytes]:
+    """durable: where it ends, if not where the owner's input ends."""
+    facts = Facts(
+        acknowledged_sample=received if durable is None else durable,
+        received_sample=received,
+        last_sequence=last,
+        input_rate_hz=16_000,
     )
+    return state.connect(fence, facts)
 
 
 def greeted(last: int | None = None, acknowledged: int = 0) -> ResumeState:
@@ -109,7 +116,8 @@ class Owner:
         self.inbox.clear()
         self.out.clear()
         facts = {
-            "acknowledged_sample": self.received,
+            "acknowledged_sample": len(self.session.durable),
+            "received_sample": self.received,
             "last_sequence": len(self.session.journal),
             "input_rate_hz": 16_000,
         }
@@ -224,7 +232,11 @@ class World:
             facts = json.loads(message)["duplex"]
             self._take(
                 connect(
-                    self.state, facts["acknowledged_sample"], facts["last_sequence"], self.fence
+                    self.state,
+                    facts["received_sample"],
+                    facts["last_sequence"],
+                    self.fence,
+                    facts["acknowledged_sample"],
                 )
             )
             return

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Extends the lease of its recorded owner, also one that expired and that nobody took. Refreshes
--- the expiry of all keys once a minute.
+-- the expiry of all keys once a minute. The era stays that of the acquisition: whoever comes next has
+-- to step over the fences of owners that this server may have missed.
 -- KEYS all, meta first
 -- ARGV fence nonce lease_ms
 local meta = read_meta()
@@ -9,7 +10,7 @@ if refusal then
   return refusal
 end
 local now = now_ms()
-redis.call('HSET', KEYS[1], 'until', text(now + tonumber(ARGV[3])), 'era', server_era())
+redis.call('HSET', KEYS[1], 'until', text(now + tonumber(ARGV[3])))
 local kept = redis.call('HMGET', KEYS[1], 'touched', 'retention')
 if now - tonumber(kept[1]) >= 60000 then
   redis.call('HSET', KEYS[1], 'touched', text(now))
