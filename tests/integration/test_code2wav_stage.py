@@ -36,6 +36,7 @@ from duplex_sidecar.stages.supervisor import (
     StageState,
     Supervisor,
 )
+from tests.bench.processes import memory
 
 pytestmark = pytest.mark.integration
 
@@ -221,6 +222,38 @@ async def test_a_killed_process_comes_back_and_the_epoch_is_made_again(
         again = [(await client.feed(feed)).pcm_s16le for feed in turn("a", 1, 3)]
         assert again[:2] == heard == alone[:2]
         assert again == alone
+
+
+async def test_turns_of_ever_other_lengths_leave_nothing_behind(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Each length of sound has kernels prepared for it: 2 MiB a turn here, if all were kept."""
+    async with serving(stage_spec(tmp_path, checkpoint, ode_steps=1)) as stage:
+        pid = process_of(tmp_path)
+        own_kib: list[int] = []
+        for epoch, length in enumerate(range(50, 82)):
+            # Answered when what followed the turn before is over too.
+            await stage.client.open(WaveOpen("a", epoch, "low"))
+            own_kib.append(memory(pid).own_kib)
+            sound = await stage.client.feed(whole_turn("a", epoch, length))
+            assert len(sound.pcm_s16le) == 2 * 960 * length
+        after_first = own_kib[8:]
+        assert (after_first[-1] - after_first[0]) / len(after_first) < 300, own_kib
+
+
+def whole_turn(session: str, epoch: int, codes: int) -> WaveFeed:
+    """A turn that is one chunk."""
+    return WaveFeed(
+        session=session,
+        epoch=epoch,
+        sequence=0,
+        turn=0,
+        unit=0,
+        codes=tuple(11 * i % 6561 for i in range(codes)),
+        code_count=codes,
+        last_chunk=True,
+        seed="seed",
+    )
 
 
 async def first_fault(client: Code2WavClient) -> StageError:

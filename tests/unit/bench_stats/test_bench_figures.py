@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.bench.__main__ import dump
 from tests.bench.client import Seen, quiet_at_end, script
 from tests.bench.figures import Broken, Figure, Verdict, as_json, exit_status
+from tests.bench.measure_memory import FILL_UNITS, at_rest
 from tests.bench.measure_profile import room_of, short_name
 from tests.bench.measure_units import listens_only, rebuilt_full, speaks_whole
 from tests.bench.processes import cpu_s, main_thread_cpu_s, memory
@@ -234,3 +235,19 @@ def test_a_process_s_own_clock_and_memory() -> None:
     assert 0 < main_thread_cpu_s(os.getpid()) <= cpu_s(os.getpid()) + 0.01
     found = memory(os.getpid())
     assert 0 < found.own_kib <= found.pss_kib <= found.rss_kib
+
+
+@pytest.mark.parametrize(
+    ("engine_kib", "still"),
+    [
+        ((), False),
+        ((100,), False),
+        ((100, 100 + 5 * FILL_UNITS), False),
+        ((100, 100 + 5 * FILL_UNITS, 100 + 8 * FILL_UNITS), True),
+        ((100, 90), True),
+    ],
+)
+def test_filling_ends_when_no_process_grows_any_more(
+    engine_kib: tuple[int, ...], still: bool
+) -> None:
+    assert at_rest([{"sidecar": 70, "thinker engine": kib} for kib in engine_kib]) is still

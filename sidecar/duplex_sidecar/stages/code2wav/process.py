@@ -3,6 +3,7 @@
 python -m duplex_sidecar.stages.code2wav.process --socket PATH --config JSONFILE
 """
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from duplex_sidecar.checkpoint.config import read_config
 from duplex_sidecar.checkpoint.voice import Voice, load_voice, seeded_voice
 from duplex_sidecar.stages.code2wav.config import LOOK_AHEAD_CODES, Code2WavSettings
 from duplex_sidecar.stages.code2wav.flow import FlowSettings
+from duplex_sidecar.stages.code2wav.freed import give_back_freed
 from duplex_sidecar.stages.code2wav.service import STAGE, Code2WavService
 from duplex_sidecar.stages.code2wav.stream import Chunk, StreamState, Vocoder
 from duplex_sidecar.stages.code2wav.weights import dummy_weights, load_weights
@@ -21,6 +23,12 @@ from duplex_sidecar.stages.process_main import run_stage_process
 
 _UNIT_CODES = 25
 _DUMMY_VOICE_CODES = 150
+_KERNELS_A_LENGTH = 32
+"""Convolution kernels that are prepared and cached for each new length of sound, 1.6 MiB in all."""
+_CACHED_LENGTHS = 6
+"""A turn's first chunk, those in its middle, and some last ones, whose lengths are arbitrary. By
+default there is room for 32 lengths: memory grows for hundreds of turns until these are taken.
+Preparing a length that is not cached takes 20 ms."""
 
 
 async def load_service(config: bytes) -> Code2WavService:
@@ -30,6 +38,7 @@ async def load_service(config: bytes) -> Code2WavService:
     if settings.device is Device.CPU:
         # A second thread only waits for the first at these sizes, and for the other stages.
         torch.set_num_threads(1)
+        bound_kernel_caches()
     else:
         # The source's phase multiplies what TF32 convolutions round off the pitch.
         torch.backends.cudnn.allow_tf32 = False
@@ -53,6 +62,7 @@ async def load_service(config: bytes) -> Code2WavService:
         ),
     )
     start = warm_up(vocoder, voice_of(settings.voice))
+    give_back_freed()
     worker = Worker(
         vocoder,
         voice_of,
@@ -60,9 +70,18 @@ async def load_service(config: bytes) -> Code2WavService:
         max_queue=settings.max_queue,
         max_voices=settings.max_voices,
         starts={settings.voice: start},
+        at_rest=give_back_freed,
     )
     worker.start()
     return Code2WavService(worker, settings, sizes.codebook_size)
+
+
+def bound_kernel_caches() -> None:
+    """For a CPU, before the first convolution: oneDNN and torch's layer above it each cache by
+    shape, and read the variables when they are first needed."""
+    kernels = str(_CACHED_LENGTHS * _KERNELS_A_LENGTH)
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = kernels
+    os.environ["LRU_CACHE_CAPACITY"] = kernels
 
 
 def warm_up(vocoder: Vocoder, voice: Voice) -> StreamState:

@@ -1,0 +1,244 @@
+"""python -m tests.bench.measure_cluster: times of a release on the cluster of this machine.
+
+Two real sidecars with one slot each, everything installed by the charts. How long a session takes
+to be placed and ready on a warm pod, how many requests the operator makes for it, how long a client
+hears nothing when its pod is drained or killed. Writes results/cluster-cpu.json.
+"""
+
+import argparse
+import asyncio
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kubernetes import client, config, watch  # pyright: ignore[reportMissingTypeStubs]
+from rich.console import Console
+from support.callers import calling
+from support.clusters import OwnCluster, running_cluster
+from support.kube import Json
+from support.releases import SIDECARS, Voice, example, running_voice
+
+from duplex_api.constants import API_GROUP, API_VERSION, SESSION_PLURAL
+from duplex_sidecar.cli.places import default_checkpoint
+from scripts.cluster import say
+from tests.bench import conditions
+from tests.bench.__main__ import RESULTS, dump
+from tests.bench.figures import Figure, as_json, print_table
+from tests.bench.stats import percentile
+
+SESSIONS = 20
+MOVES = 4
+UNITS_BEFORE, UNITS_AFTER = 4, 4
+OPERATORS = "app.kubernetes.io/component=operator"
+WAIT_S = 60.0
+VERSION = API_VERSION.partition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Milliseconds from sending the create request: to its answer, and to seeing the condition."""
+
+    answered_ms: float
+    placed_ms: float
+    ready_ms: float
+
+
+@dataclass
+class Found:
+    opened: list[Opened] = field(default_factory=list[Opened])
+    requests: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the operators for one session up to Ready, by verb and resource."""
+    drain_s: list[float] = field(default_factory=list[float])
+    kill_s: list[float] = field(default_factory=list[float])
+    """From the last unit on the old pod to the first on the new one; 1.0 is no silence."""
+
+
+class Sessions:
+    """Made without kubectl, whose start would be most of the time; seen by a watch of its own."""
+
+    def __init__(self, cluster: OwnCluster, namespace: str) -> None:
+        api = config.new_client_from_config(str(cluster.kubeconfig))
+        self._objects: Any = client.CustomObjectsApi(api)
+        self._namespace = namespace
+        self._seen: dict[tuple[str, str], float] = {}
+        self._came = threading.Condition()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
+        stream: Any = watch.Watch().stream(
+            self._objects.list_namespaced_custom_object, *where, timeout_seconds=3_600
+        )
+        for event in stream:
+            now = time.monotonic()
+            name: str = event["object"]["metadata"]["name"]
+            for condition in event["object"].get("status", {}).get("conditions", ()):
+                if condition["status"] == "True":
+                    with self._came:
+                        self._seen.setdefault((name, condition["type"]), now)
+                        self._came.notify_all()
+
+    def open(self, name: str) -> Opened:
+        """Until it is ready. Raises TimeoutError."""
+        session = example("session.yaml")
+        session["metadata"]["name"] = name
+        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
+        began = time.monotonic()
+        self._objects.create_namespaced_custom_object(*where, session)
+        answered = time.monotonic()
+        with self._came:
+            if not self._came.wait_for(lambda: (name, "Ready") in self._seen, WAIT_S):
+                raise TimeoutError(f"session {name} is not ready")
+            placed, ready = (self._seen[name, kind] for kind in ("Placed", "Ready"))
+        return Opened(*(round(1e3 * (at - began), 1) for at in (answered, placed, ready)))
+
+    def delete(self, name: str) -> None:
+        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
+        self._objects.delete_namespaced_custom_object(*where, name)
+
+
+def operator_requests(voice: Voice) -> dict[str, float]:
+    """What all operators have asked of the API server, without their Leases and pools' upkeep."""
+    counted: dict[str, float] = {}
+    for pod in voice.cluster.items("pods", voice.namespace, OPERATORS):
+        with voice.cluster.port_forward(
+            f"pod/{pod['metadata']['name']}", 8080, voice.namespace
+        ) as port:
+            url = f"http://127.0.0.1:{port}/metrics"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text: str = answer.read().decode()
+        for line in text.splitlines():
+            name, _, labels = line.partition("{")
+            if name == "duplex_operator_api_requests_total" and "leases" not in labels:
+                key, _, value = labels.rpartition(" ")
+                counted[key.rstrip("}")] = counted.get(key.rstrip("}"), 0) + float(value)
+    return counted
+
+
+def measure_opening(voice: Voice, found: Found) -> None:
+    sessions = Sessions(voice.cluster, voice.namespace)
+    sessions.open("warm-up")
+    sessions.delete("warm-up")
+    up_to_ready: dict[str, float] = {}
+    for number in range(SESSIONS):
+        voice.await_free(2)
+        before = operator_requests(voice)
+        found.opened.append(sessions.open(f"timed-{number}"))
+        for key, count in operator_requests(voice).items():
+            up_to_ready[key] = up_to_ready.get(key, 0) + count - before.get(key, 0)
+        sessions.delete(f"timed-{number}")
+        voice.cluster.wait(f"dxs/timed-{number}", "delete", voice.namespace)
+    found.requests = {key: count / SESSIONS for key, count in up_to_ready.items() if count}
+
+
+async def measure_move(voice: Voice, name: str, leave: Callable[[str], None]) -> float:
+    """Seconds between the last unit on the one pod and the first on the other, at real time."""
+    session = example("session.yaml")
+    session["metadata"]["name"] = name
+    voice.await_free(2)
+    voice.cluster.apply(session, voice.namespace)
+    voice.cluster.wait(f"dxs/{name}", "condition=Ready", voice.namespace)
+    async with calling(voice, name) as caller:
+        before = await caller.until_unit(UNITS_BEFORE)
+        await asyncio.to_thread(leave, voice.pod_of(name))
+        moved = await caller.until(
+            lambda event: event["type"] == "duplex.unit" and event["replica"] != before["replica"],
+            "a unit on another pod",
+        )
+        await caller.until_unit(moved["unit"] + UNITS_AFTER)
+        caller.assert_whole()
+    done = caller.talk.done_at_s
+    voice.cluster.kubectl("delete", f"dxs/{name}", "--timeout=60s", namespace=voice.namespace)
+    return done[moved["unit"]] - done[moved["unit"] - 1]
+
+
+def drain_of(voice: Voice) -> Callable[[str], None]:
+    def drain(pod: str) -> None:
+        node: str = voice.cluster.get("pod", pod, voice.namespace)["spec"]["nodeName"]
+        options = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s")
+        selector = f"--pod-selector={SIDECARS}"
+        voice.cluster.kubectl("drain", node, *options, selector, timeout_s=70)
+        voice.cluster.kubectl("uncordon", node)
+
+    return drain
+
+
+def kill_of(voice: Voice) -> Callable[[str], None]:
+    def kill(pod: str) -> None:
+        now = ("--grace-period=0", "--force", "--wait=false")
+        voice.cluster.kubectl("delete", "pod", pod, *now, namespace=voice.namespace)
+
+    return kill
+
+
+def figures_of(found: Found) -> list[Figure]:
+    note = f"{len(found.opened)} sessions one after another, 2 warm pods"
+    figures: list[Figure] = []
+    for name, values, target in (
+        ("create to Placed", [one.placed_ms for one in found.opened], None),
+        ("create to Ready", [one.ready_ms for one in found.opened], 500.0),
+    ):
+        figures.append(Figure(f"{name}, p50", percentile(values, 0.5), "ms", None, note))
+        figures.append(Figure(f"{name}, slowest", max(values), "ms", target, note))
+    requests = sum(found.requests.values())
+    figures.append(Figure("operator's requests a session up to Ready", requests, "", 5.0))
+    for name, gaps in (("drained", found.drain_s), ("killed", found.kill_s)):
+        what = f"last unit to next unit, pod {name} under speech"
+        p50 = percentile(gaps, 0.5)
+        figures.append(Figure(f"{what}, p50", p50, "s", None, "1.0 is no silence"))
+        figures.append(Figure(f"{what}, most", max(gaps), "s", None, f"{len(gaps)} times"))
+    return figures
+
+
+def measure(voice: Voice) -> Found:
+    found = Found()
+    say(f"{SESSIONS} sessions are opened")
+    measure_opening(voice, found)
+    for kind, leave, gaps in (
+        ("drained", drain_of(voice), found.drain_s),
+        ("killed", kill_of(voice), found.kill_s),
+    ):
+        for number in range(MOVES):
+            say(f"a pod is {kind}")
+            gap = asyncio.run(measure_move(voice, f"{kind}-{number}", leave))
+            gaps.append(round(gap, 3))
+    return found
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    before, began = conditions.load_average(), time.monotonic()
+    with running_cluster() as cluster:
+        assert isinstance(cluster, OwnCluster)
+        with running_voice(cluster) as voice:
+            started_s = time.monotonic() - began
+            found = measure(voice)
+    figures = figures_of(found)
+    document: Json = {
+        "date": conditions.now_utc(),
+        "revision": conditions.revision(),
+        "conditions": {
+            "machine": conditions.machine(),
+            "cluster": "the recipe's: 2 nodes, API server and all pods on this machine's cores",
+            "load_before": before,
+            "load_after": conditions.load_average(),
+            "seconds": {"all": round(time.monotonic() - began, 1), "up": round(started_s, 1)},
+            "versions": conditions.versions(),
+            "checkpoint": conditions.checkpoint(default_checkpoint()),
+        },
+        "figures": [as_json(figure) for figure in figures],
+        "data": asdict(found),
+    }
+    print_table(Console(), figures)
+    path: Path = RESULTS / "cluster-cpu.json"
+    path.write_text(dump(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
