@@ -77,7 +77,7 @@ class FakeAdmin:
         uid = request.match_info["uid"]
         self.ended.append((uid, (await request.json())["reason"]))
         await self.end(uid)
-        return web.json_response({})
+        return web.json_response({"ended": True})
 
     @asynccontextmanager
     async def serving(

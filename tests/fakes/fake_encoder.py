@@ -15,7 +15,9 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
+    ReferenceRows,
     Tensor,
 )
 from duplex_sidecar.stages.errors import StageFault
@@ -25,6 +27,14 @@ MEL_SECONDS = 3
 """At a reset the mel buffer still holds so much; a restore replays from there."""
 BROKEN_FRAME = b"broken"
 """A frame that ends in this has a header and nothing to decode."""
+
+
+REFERENCE_ROWS = 7
+
+
+def reference_of(voice: str) -> Tensor:
+    """Rows of a voice's reference clip."""
+    return rows(*(hash_of(voice.encode(), b"%d" % k) for k in range(REFERENCE_ROWS)))
 
 
 @dataclass
@@ -48,6 +58,8 @@ class FakeEncoder(FakeStage):
         self.given: dict[tuple[str, int], list[list[bytes]]] = {}
         """(session, unit): rows in KV order, block by block, then chunk by chunk."""
         self.replayed_samples: list[int] = []
+        self.references: list[str] = []
+        """Voices whose clips were encoded."""
         self._max_sessions = max_sessions
 
     async def open(self, request: EncoderOpen) -> None:
@@ -71,7 +83,10 @@ class FakeEncoder(FakeStage):
             raise self.error(StageFault.REFUSED, str(chunks))
         if any(frame.endswith(BROKEN_FRAME) for frame in request.frames):
             raise self.error(StageFault.UNDECODABLE, "not an image")
-        blocks = block_kinds([read_frame(frame).size for frame in request.frames])
+        blocks = block_kinds(
+            [read_frame(frame).size for frame in request.frames],
+            high_resolution=request.high_resolution,
+        )
         vision = tuple(
             rows(*(hash_of(b"".join(request.frames), b"%d %d" % (block, k)) for k in range(64)))
             for block in range(len(blocks))
@@ -103,6 +118,11 @@ class FakeEncoder(FakeStage):
             encoder_reset=reset,
             reset_mark_samples=state.mark_samples,
         )
+
+    async def reference(self, request: EncoderReference) -> ReferenceRows:
+        await self._enter()
+        self.references.append(request.voice)
+        return ReferenceRows(reference_of(request.voice))
 
     async def close(self, request: EncoderClose) -> None:
         await self._enter()

@@ -139,12 +139,14 @@ class Terms:
     boundary: Literal["unit", "sentence", "turn"] = "unit"
     high_resolution: bool = True
     voice: str | None = None
+    initial_text: str | None = None
 
     def manifest(self) -> DuplexSession:
         camera = "  camera:\n    framesPerUnit: 2\n" if self.camera else ""
         if self.camera and not self.high_resolution:
             camera += "    highResolution: false\n"
         voice = f"  voice:\n    name: {self.voice}\n" if self.voice else ""
+        text = f"  initialText: {self.initial_text}\n" if self.initial_text else ""
         return load_manifest(f"""
 apiVersion: duplex.dev/v1alpha1
 kind: DuplexSession
@@ -162,7 +164,7 @@ spec:
     contextPreviousMaxTokens: {self.previous_max}
     hysteresisUnits: {self.hysteresis}
     boundary: {self.boundary}
-{camera}{voice}  sampling:
+{camera}{voice}{text}  sampling:
     seed: 42
     greedy: {"true" if self.greedy else "false"}
   lifecycle:

@@ -73,7 +73,7 @@ async def calm(world: World) -> dict[str, Talk]:
 def judged(talks: dict[str, Talk], world: World, reference: Reference) -> NearTies:
     whole = NearTies()
     for name, one in talks.items():
-        ties = near_ties(one, world.script, world.language, reference)
+        ties = near_ties(one, world.script_of(one.cast), world.language, reference)
         print(f"{name}: {ties}")
         whole = whole.and_then(ties)
     print(f"together: {whole}")
@@ -106,4 +106,4 @@ async def test_a_missing_unit_is_noticed_in_spite_of_the_rounding(
     for one in calm.values():
         spoilt = one.spoilt(SHADOWED_UNIT, Defect.UNIT_MISSING)
         with pytest.raises(NotExact):
-            near_ties(spoilt, world.script, world.language, reference)
+            near_ties(spoilt, world.script_of(one.cast), world.language, reference)

@@ -509,9 +509,9 @@ async def test_oversized_records_and_states_are_refused_before_sending(
     writer = await Writer.create(ledger, session)
     await writer.accept(1)
     long = msgspec.structs.replace(commit_draft(1), token_ids=tuple(range(200_000)))
-    with pytest.raises(ValueError, match="record of"):
+    with pytest.raises(LedgerFull, match="record of"):
         await ledger.commit(writer.lease, writer.head, long, state=b"", trim=Trim())
-    with pytest.raises(ValueError, match="state of"):
+    with pytest.raises(LedgerFull, match="state of"):
         await ledger.commit(
             writer.lease, writer.head, commit_draft(1), state=bytes(5_000_000), trim=Trim()
         )

@@ -1,13 +1,16 @@
 """The engine core's logits processors on batches as vLLM changes them, without an engine."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from engine_kit import make_engine_checkpoint
+from torch.overrides import TorchFunctionMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
@@ -21,6 +24,7 @@ from duplex_sidecar.model.minicpmo45 import talker
 from duplex_sidecar.model.minicpmo45.decode import (
     GREEDY_SAMPLING,
     PolicyState,
+    Sampling,
     UnitRules,
     encode_rules,
 )
@@ -151,6 +155,50 @@ def test_a_row_that_is_not_ours_stays_as_it_is(batch: Batch, vocabulary: Vocabul
     wanted = expected(vocabulary, [logits[1]])
     assert shaped[1].argmax() == wanted.emitted_ids[0]
     assert (shaped[1] == float("-inf")).sum() == VOCABULARY_SIZE - 1
+
+
+class _Calls(TorchFunctionMode):
+    """Counts what is asked of torch, by name; not looks at a tensor's shape or device."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = getattr(func, "__name__", str(func))
+        self.names[name] += name != "__get__"
+        return func(*args, **(kwargs or {}))
+
+
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
+"""What waits for the device, or comes right behind such a wait."""
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_a_step_waits_for_the_device_as_often_for_one_row_as_for_many(
+    checkpoint: Path, tmp_path: Path, vocabulary: Vocabulary, greedy: bool
+) -> None:
+    """Nothing is asked of torch row by row, whatever else is in the batch: of three reads a step
+    one is for broken numbers, one for the tokens and one for the hidden rows."""
+    sampling = GREEDY_SAMPLING if greedy else Sampling(False, 0.7, 20, 0.8)
+    calls: list[Counter[str]] = []
+    for count in (1, 3, 12):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        batch = Batch(checkpoint, folder)
+        for stream in range(count):
+            state = msgspec.structs.replace(POLICY, penalty_ids=(5, 30 + stream))
+            rules = UnitRules(state, True, False, None, sampling, f"{stream}:0")
+            batch.add(stream, params(vocabulary, stream=stream, rules=encode_rules(rules)))
+        batch.add(count, SamplingParams(temperature=0))
+        logits = batch.logits(count)
+        with _Calls() as counted:
+            batch.processor.apply(logits)
+        calls.append(counted.names)
+        assert len(batch.records()) == count
+    assert calls[0] == calls[1] == calls[2]
+    assert sum(calls[0][name] for name in READS) <= 3
 
 
 def test_steps_are_published_by_absolute_index(batch: Batch, vocabulary: Vocabulary) -> None:

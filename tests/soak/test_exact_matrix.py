@@ -66,7 +66,7 @@ async def calm(world: World) -> dict[str, Talk]:
 
 @pytest.fixture(scope="module")
 def truth(world: World, calm: dict[str, Talk], reference: Reference) -> dict[str, list[Decided]]:
-    return {name: decided(one, world.script, reference) for name, one in calm.items()}
+    return {name: decided(one, world.script_of(one.cast), reference) for name, one in calm.items()}
 
 
 async def test_undisturbed_conversations_have_the_logits_of_the_reference(
@@ -77,9 +77,13 @@ async def test_undisturbed_conversations_have_the_logits_of_the_reference(
 ) -> None:
     for name, one in calm.items():
         known = truth[name]
-        print(name, equals_reference(one, world.script, world.language, reference, known))
+        print(
+            name, equals_reference(one, world.script_of(one.cast), world.language, reference, known)
+        )
         if one.cast.mode == "off":
-            print(name, "loop", equals_loop(one, world.script, world.language, reference))
+            print(
+                name, "loop", equals_loop(one, world.script_of(one.cast), world.language, reference)
+            )
 
 
 @pytest.mark.parametrize("kinds", MATRIX, ids=lambda kinds: "+".join(kinds).replace(" ", "-"))
@@ -90,12 +94,12 @@ async def test_disturbed_conversations_are_the_undisturbed_ones(
     talks = await talk_badly(world, CASTS, UNITS, label=f"bad-{number}", kinds=kinds, seed=number)
     for name, one in talks.items():
         print(name, equals_talk(one, calm[name], reference))
-        print(name, equals_reference(one, world.script, world.language, reference))
+        print(name, equals_reference(one, world.script_of(one.cast), world.language, reference))
         causes = {unit.rebuild_cause for unit in one.units}
         for kind in kinds:
             # An eviction is to a session what the loss of an engine is to its one stream.
-            taken_over = kind in (CRASH, MOVE)
-            assert ("replica_restart" if taken_over else "engine_restart") in causes
+            named = {CRASH: "replica_restart", MOVE: "move"}
+            assert named.get(kind, "engine_restart") in causes
 
 
 @pytest.mark.parametrize("defect", Defect, ids=lambda defect: defect.replace(" ", "-"))
@@ -112,12 +116,12 @@ async def test_a_session_that_goes_on_with_a_defect_is_found_out(
     for name, one in talks.items():
         known = truth[name][: SPOILT_UNIT - 1]
         with pytest.raises(NotExact) as noticed:
-            equals_reference(one, world.script, world.language, reference, known)
+            equals_reference(one, world.script_of(one.cast), world.language, reference, known)
         assert noticed.value.unit == SPOILT_UNIT
         with pytest.raises(NotExact) as noticed:
             equals_talk(one, calm[name].until(SPOILT_UNITS), reference)
         assert noticed.value.unit == SPOILT_UNIT
         if one.cast.mode == "off":
             with pytest.raises(NotExact) as noticed:
-                equals_loop(one, world.script, world.language, reference)
+                equals_loop(one, world.script_of(one.cast), world.language, reference)
             assert noticed.value.unit == SPOILT_UNIT

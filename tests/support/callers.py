@@ -17,7 +17,7 @@ LONGEST_TALK_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a client dials a session with. uid: the session's id at the gateway and in the ledger."""
+    """What a client dials with. uid: the session's id at the gateway and in the ledger."""
 
     uid: str
     token: str
@@ -110,7 +110,7 @@ async def calling(
     """A client that speaks until this context ends, or until it has said that many seconds and
     closed the session."""
     named = ticket(voice.cluster, session, namespace or voice.namespace)
-    with voice.cluster.port_forward(f"service/{RELEASE}-gateway", 80, voice.home) as port:
+    with voice.cluster.port_forward(f"service/{RELEASE}-gateway", 80, voice.namespace) as port:
         events: list[Json] = []
         came = asyncio.Event()
 

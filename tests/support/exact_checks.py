@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from support.exact_layout import Answer, Conversation, Placed, Script, image_kinds, unit_input
-from support.exact_policy import GreedyPolicy, Language
+from support.exact_policy import Language
 from support.exact_reference import Decided, Loop, Reference
 from support.exact_session import Talk
 from support.exact_stages import Said
@@ -86,7 +86,7 @@ def equals_reference(
     """
     figures = Figures()
     truth = decided(talk, script, reference, known)
-    policy = GreedyPolicy(language)
+    policy = talk.cast.policy(language)
     for number, said in enumerate(talk.said, start=1):
         for answer in talk.tape.answers:
             if answer.unit == number:
@@ -145,7 +145,7 @@ def equals_loop(talk: Talk, script: Script, language: Language, reference: Refer
     """The same speech through a stream that is only ever appended to."""
     figures = Figures()
     named = script.named
-    loop, policy = Loop(reference), GreedyPolicy(language)
+    loop, policy = Loop(reference), talk.cast.policy(language)
     state = loop.feed([*script.prefix, *script.reference, *script.suffix])
     terminator: int | None = None
     for number, said in enumerate(talk.said, start=1):
@@ -235,7 +235,7 @@ def near_ties(talk: Talk, script: Script, language: Language, reference: Referen
     before. Raises where that was no near tie, or where the logits are farther off than rounding."""
     sampled, farthest = 0, 0.0
     gaps: list[float] = []
-    policy = GreedyPolicy(language)
+    policy = talk.cast.policy(language)
     for number, truth in enumerate(decided(talk, script, reference), start=1):
         answer = talk.tape.last(number)
         by = _farthest(reference, _served(answer, reference), _states(truth))

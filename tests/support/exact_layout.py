@@ -31,15 +31,19 @@ def script_of(
     encode: Callable[[str], Sequence[int]],
     instructions: str | None = None,
     reference: tuple[Position, ...] = (),
+    user_text: str | None = None,
 ) -> Script:
-    """The context, with the rows of a reference voice if there are any, without seeded text."""
+    """The context, with the rows of a reference voice and with seeded text if there are any."""
     begin, end = ("\n<|audio_start|>", "<|audio_end|>") if reference else ("", "")
     words = instructions or "Streaming Omni Conversation."
+    seeded = ""
+    if user_text:
+        seeded = f"\n<|im_start|>user\n{user_text}<|im_end|>\n<|im_start|>assistant\n"
     return Script(
         named=named,
         special_ids=special_ids,
         prefix=tuple(encode(f"<|im_start|>system\n{words}{begin}")),
-        suffix=tuple(encode(f"{end}<|im_end|>")),
+        suffix=tuple(encode(f"{end}<|im_end|>{seeded}")),
         marker=tuple(encode("\n\nprevious: ")),
         reference=reference,
     )

@@ -117,7 +117,10 @@ class Loop:
 
 
 def read_script(
-    folder: Path, instructions: str, reference: tuple[Position, ...] = ()
+    folder: Path,
+    instructions: str,
+    reference: tuple[Position, ...] = (),
+    user_text: str | None = None,
 ) -> tuple[Script, Language]:
     """Ids and texts of a checkpoint's tokenizer.json. reference: rows of a reference voice."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -131,5 +134,5 @@ def read_script(
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    script = script_of(named, special, encode, instructions, reference)
+    script = script_of(named, special, encode, instructions, reference, user_text)
     return script, Language(named, special, (), decode)

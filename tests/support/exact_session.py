@@ -21,7 +21,7 @@ import psutil
 from PIL import Image
 from support.exact_defects import Defect
 from support.exact_layout import Script, Window
-from support.exact_policy import Language
+from support.exact_policy import GreedyPolicy, Language
 from support.exact_reference import read_script
 from support.exact_stages import (
     MAX_SESSIONS,
@@ -72,6 +72,7 @@ PATIENCE = 6
 """Times that the kit's caller waits for an event."""
 SPEECH_RMS = 0.01
 OWN_VOICE = "default"
+WRITTEN = "Tell me what you hear."
 SEATS = 2 * MAX_SESSIONS
 KV_BYTES = 512 * 1024 * 1024
 
@@ -82,17 +83,31 @@ KV_BYTES = 512 * 1024 * 1024
 @dataclass(frozen=True)
 class Cast:
     """One conversation. voice: what of the shipped recording it hears, and what it sees. named: it
-    names its own voice, so that this one's reference clip stands in its prompts."""
+    names its own voice, so that this one's reference clip stands in its prompts. seeded: it opens
+    with what a user has written."""
 
     name: str
     mode: Mode
     camera: bool
     voice: int
     named: bool
+    seeded: bool
+
+    def policy(self, language: Language) -> GreedyPolicy:
+        """Before its first unit. Seeded text opens a response."""
+        seeded = self.seeded
+        return GreedyPolicy(
+            language, turn_ended=not seeded, response_open=seeded, speech_pending=seeded
+        )
 
     @property
     def terms(self) -> Terms:
-        terms = Terms(self.mode, greedy=True, voice=OWN_VOICE if self.named else None)
+        terms = Terms(
+            self.mode,
+            greedy=True,
+            voice=OWN_VOICE if self.named else None,
+            initial_text=WRITTEN if self.seeded else None,
+        )
         return with_camera(terms) if self.camera else terms
 
     @property
@@ -138,12 +153,14 @@ CASTS = tuple(
         camera,
         voice,
         named=mode == ("basic" if camera else "context"),
+        seeded=mode == ("context" if camera else "basic"),
     )
     for voice, (camera, mode) in enumerate(
         (camera, mode) for camera in (False, True) for mode in ("off", "basic", "context")
     )
 )
-"""The six combinations of window mode and medium; two of them name their voice."""
+"""The six combinations of window mode and medium; two of them name their voice, two others
+begin with text."""
 
 
 @cache
@@ -284,11 +301,10 @@ class World:
     url: str
     engine: Engine
     model: ServedModel
-    script: Script
     language: Language
     element_type: ElementType = ElementType.FLOAT32
-    voiced_script: Script | None = None
-    """With the reference clip; known when there was an encoder."""
+    _scripts: dict[tuple[bool, bool], Script] = field(default_factory=dict)
+    """By whether a clip stands in them and whether text does; known when there was an encoder."""
     _replicas: int = 0
 
     def script_of(self, cast: Cast) -> Script:
@@ -296,14 +312,15 @@ class World:
         return self.script_in(cast.name)
 
     def script_in(self, session: str) -> Script:
-        if not any(cast.named and session.endswith(cast.name) for cast in CASTS):
-            return self.script
-        assert self.voiced_script is not None
-        return self.voiced_script
+        (cast,) = [cast for cast in CASTS if session.endswith(cast.name)]
+        return self._scripts[cast.named, cast.seeded]
 
-    async def _hear_voice(self, encoder: TapedEncoder) -> None:
-        clip = await encoder.reference(EncoderReference(OWN_VOICE))
-        self.voiced_script, _ = read_script(self.checkpoint, PROMPT, tuple(rows_of(clip.rows)))
+    async def _write_scripts(self, encoder: TapedEncoder) -> None:
+        clip = tuple(rows_of((await encoder.reference(EncoderReference(OWN_VOICE))).rows))
+        for named, seeded in {(cast.named, cast.seeded) for cast in CASTS}:
+            self._scripts[named, seeded], _ = read_script(
+                self.checkpoint, PROMPT, clip if named else (), WRITTEN if seeded else None
+            )
 
     @asynccontextmanager
     async def replica(
@@ -316,7 +333,8 @@ class World:
         """A sidecar's sessions with an encoder of their own, all on the one Thinker."""
         self._replicas += 1
         encoder = await start_encoder(self.checkpoint, tapes, self.element_type)
-        await self._hear_voice(encoder)
+        if not self._scripts:
+            await self._write_scripts(encoder)
         thinker = TapedThinker(self.engine.client, tapes, self.script_in, shadowed, spoils)
         stages = ExactStages(taped_encoder=encoder, taped_thinker=thinker)
         name = f"exact-{id(self)}-{self._replicas}"
@@ -342,8 +360,8 @@ def make_world(
         cache_dir=str(engine.folder),
         max_model_tokens=CONTEXT_TOKENS,
     )
-    script, language = read_script(checkpoint, PROMPT)
-    return World(checkpoint, url, engine, load_model(settings), script, language, element_type)
+    _, language = read_script(checkpoint, PROMPT)
+    return World(checkpoint, url, engine, load_model(settings), language, element_type)
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -461,7 +479,7 @@ async def talk_badly(
     shadowed: Callable[[str, int], bool] = lambda session, unit: False,
 ) -> dict[str, Talk]:
     """The same conversations while streams are evicted, the engine is killed, the replica dies
-    under them and a later one hands them over."""
+    under them and a later one parks them for yet another to wake."""
     tapes: Tapes = {}
     random_ = random.Random(seed)
     plans: dict[str, Plan] = {}
@@ -482,10 +500,12 @@ async def talk_badly(
                 world.engine.kill_core()
                 continue
             lost = here
-            if kind == MOVE:
-                await lost.registry.close()
             here = await stack.enter_async_context(world.replica(tapes, shadowed=shadowed))
-            here.registry.declare_dead(lost.name)
+            if kind == MOVE:
+                for speaker in speakers:
+                    await lost.registry.departures.park(speaker.session, grace_s=0.1)
+            else:
+                here.registry.declare_dead(lost.name)
             for speaker in speakers:
                 await speaker.dial(here)
         await _talk_until(here, speakers, [units] * len(speakers), plans)

@@ -148,6 +148,23 @@ class Kube:
         self.kubectl(*arguments, namespace=namespace, timeout_s=timeout_s + 10)
 
     @contextmanager
+    def watch(self, kind: str, namespace: str) -> Generator["subprocess.Popen[str]"]:
+        """`kubectl get KIND --watch`, with its output to be read."""
+        command = (self._kubectl, "--namespace", namespace, "get", kind, "--watch")
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment(),
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()
+
+    @contextmanager
     def namespace(self, prefix: str = "test", enforce: str = "restricted") -> Generator[str]:
         """A new namespace under a level of Pod Security; deleted, without waiting, at the end."""
         name = f"{prefix}-{secrets.token_hex(4)}"

@@ -34,13 +34,10 @@ SIDECARS = "app.kubernetes.io/component=sidecar"
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """A release that serves the whole cluster, and a pool.
-
-    home: the release's namespace; namespace: the pool's. Both enforce `restricted`.
-    """
+    """A release that serves the whole cluster, and a pool in its namespace, which enforces Pod
+    Security `restricted`."""
 
     cluster: OwnCluster
-    home: str
     namespace: str
     pool: str
 
@@ -63,16 +60,16 @@ def running_voice(cluster: OwnCluster, pods: int = 2) -> Generator[Voice]:
     """Of that many pods with one slot each. Begins when they take sessions."""
     load_images(cluster)
     install_kinds(cluster)
-    with cluster.namespace("duplex-system") as home, cluster.namespace("voice") as namespace:
-        install(cluster, home)
+    with cluster.namespace("voice") as namespace:
+        install(cluster, namespace)
         try:
             pool = cpu_pool(cluster, namespace, replicas=pods, slots=1)
             cluster.apply(pool, namespace)
-            voice = Voice(cluster, home, namespace, pool["metadata"]["name"])
+            voice = Voice(cluster, namespace, pool["metadata"]["name"])
             voice.await_free(pods)
             yield voice
         finally:
-            uninstall(cluster, home)
+            uninstall(cluster, namespace)
 
 
 # --- installing ----------------------------------------------------------------------------------
@@ -131,12 +128,12 @@ def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
 
 
 @contextmanager
-def ledger_of(cluster: Kube, home: str) -> Generator[Redis]:
+def ledger_of(cluster: Kube, namespace: str) -> Generator[Redis]:
     """A connection to the release's trial ledger."""
     name = f"{RELEASE}-ledger"
-    password = cluster.secret(name, home)["password"].decode()
+    password = cluster.secret(name, namespace)["password"].decode()
     with (
-        cluster.port_forward(f"service/{name}", 6379, home) as port,
+        cluster.port_forward(f"service/{name}", 6379, namespace) as port,
         Redis(host="127.0.0.1", port=port, password=password, protocol=2) as redis,
     ):
         yield redis

@@ -19,12 +19,17 @@ from duplex_sidecar.contract.recorder_window import (
     split_context,
     steps_of,
 )
+from duplex_sidecar.model.minicpmo45.constants import SAMPLES_PER_POSITION
+from duplex_sidecar.model.minicpmo45.framing import FrameSize, block_kinds
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
+from duplex_sidecar.window.parts import BlockKind
 
 TOY_TEXT = 1000
 TOY_IDS = {token: number for number, token in enumerate(ControlToken, start=1)}
 TOY_IMAGE_ROW = 0
 SYSTEM_TEXT = "<|im_start|>system\n"
+REFERENCE_BEGIN = "\n<|audio_start|>"
+REFERENCE_END = "<|audio_end|>"
 CONTEXT_END = "<|im_end|>"
 USER_BEGIN = "<|im_end|>\n<|im_start|>user\n"
 USER_END = "<|im_end|>\n<|im_start|>assistant\n"
@@ -37,7 +42,8 @@ def layout_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, A
     steps = steps_of(session, vocabulary)
     writer = _ToyWriter(opening, vocabulary)
     first, _, _ = split_context(steps[0].unit.whole or (), opening)
-    longer = len(writer.context) - len(opening.prefix_ids) - len(opening.suffix_ids)
+    reference = opening.reference_positions
+    longer = len(writer.context) - len(opening.prefix_ids) - reference - len(opening.suffix_ids)
     return {
         "id": opening.session,
         "policy": {
@@ -50,7 +56,7 @@ def layout_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, A
             "sampled_tokens_per_step": 1,
         },
         "instructions": writer.instructions,
-        "ref_samples": None,
+        "ref_samples": SAMPLES_PER_POSITION * reference if reference else None,
         "initial_user_text": writer.user_text,
         "context_layout": runs(writer.whole(first)),
         "appends": list(_appends(session, steps, writer)),
@@ -67,6 +73,8 @@ def _appends(
         heard = session.heard.get(unit.seq)
         if heard is None:
             raise NotExpressible(f"the tapes lack the input of unit {unit.seq}")
+        if not heard.high_resolution and _would_be_cut(heard.frames):
+            raise NotExpressible("a session without highResolution is not part of the schema")
         answer = () if before is None else before.unit.answer.emitted_ids
         if unit.whole is not None and (step.slides or before is None):
             entered = writer.whole(unit.whole)
@@ -101,6 +109,11 @@ def _appends(
         before = step
 
 
+def _would_be_cut(frames: Sequence[tuple[int, int]]) -> bool:
+    """Whether the public rule cuts one of the frames into slices."""
+    return BlockKind.SLICE in block_kinds([FrameSize(*frame) for frame in frames])
+
+
 class _ToyWriter:
     """Writes items with the toy tokenizer's ids. context: the session context, written."""
 
@@ -115,10 +128,14 @@ class _ToyWriter:
         prefix, suffix = text(opening.prefix_ids), text(opening.suffix_ids)
         self._prefix, self._suffix = toy_encode(prefix), toy_encode(suffix)
         self._marker = toy_encode(text(opening.marker_ids))
-        self.context = [*self._prefix, *self._suffix]
+        self._reference = [TOY_IDS[ControlToken.UNIT]] * opening.reference_positions
+        self.context = [*self._prefix, *self._reference, *self._suffix]
         if not prefix.startswith(SYSTEM_TEXT):
             raise NotExpressible("its context is not of the recorded form")
         self.instructions = prefix.removeprefix(SYSTEM_TEXT)
+        if self._reference:
+            self.instructions = self.instructions.removesuffix(REFERENCE_BEGIN)
+            suffix = suffix.removeprefix(REFERENCE_END)
         self.user_text: str | None = None
         if suffix.startswith(USER_BEGIN) and suffix.endswith(USER_END):
             self.user_text = suffix.removeprefix(USER_BEGIN).removesuffix(USER_END)
@@ -133,6 +150,9 @@ class _ToyWriter:
         if rest[: len(opening.prefix_ids)] == list(opening.prefix_ids):
             written += self._prefix
             rest = rest[len(opening.prefix_ids) :]
+            if self._reference and rest and isinstance(rest[0], RowsOf):
+                written += [TOY_IDS[ControlToken.UNIT]] * rest[0].rows
+                del rest[0]
         end = index_of_run(rest, opening.suffix_ids)
         if end is None:
             return [*written, *self.inside(rest)]

@@ -80,6 +80,7 @@ class Recorder:
             prefix_ids=facts.prompt.prefix_ids,
             suffix_ids=facts.prompt.suffix_ids,
             marker_ids=facts.prompt.marker_ids,
+            reference_positions=facts.prompt.reference_positions,
             window=WindowTerms(
                 mode=facts.policy.mode,
                 basic_high=facts.policy.basic_high_tokens,
@@ -100,6 +101,7 @@ class Recorder:
             code2wav=_Code2Wav(stages.code2wav, tape),
             thinker_spare=stages.thinker_spare,
             talker_spare=stages.talker_spare,
+            redo_gate=stages.redo_gate,
         )
 
 
@@ -157,6 +159,7 @@ class _Encoder:
             samples=samples,
             padding_samples=_padding(request.pcm_s16le) if samples == FIRST_CHUNK_SAMPLES else 0,
             frames=tuple(_size(frame) for frame in request.frames),
+            high_resolution=request.high_resolution,
             discard=request.discard,
             generation=self._stage.generation,
             rows=(),
@@ -169,6 +172,9 @@ class _Encoder:
             raise
         self._tape.note(msgspec.structs.replace(entry, rows=_encoded(rows)))
         return rows
+
+    async def reference(self, request: envelope.EncoderReference) -> envelope.ReferenceRows:
+        return await self._stage.reference(request)
 
     async def close(self, request: envelope.EncoderClose) -> None:
         await self._stage.close(request)

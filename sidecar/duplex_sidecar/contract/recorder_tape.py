@@ -40,7 +40,8 @@ class WindowTerms(msgspec.Struct, frozen=True):
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True, tag="opening"):
     """The session on one replica. fence: of its lease; a later owner has a larger one.
-    max_model_tokens, max_talker_tokens: the contract's limits there."""
+    max_model_tokens, max_talker_tokens: the contract's limits there. reference_positions: rows of
+    the reference voice behind the prefix."""
 
     schema: int
     session: str
@@ -52,6 +53,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True, tag="opening"):
     window: WindowTerms
     max_model_tokens: int | None
     max_talker_tokens: int
+    reference_positions: int = 0
 
 
 class RowsOf(msgspec.Struct, frozen=True):
@@ -63,7 +65,8 @@ class RowsOf(msgspec.Struct, frozen=True):
 
 class EncoderFed(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
     """One append at the encoder. samples: all that were fed. padding_samples: zeros that framing
-    set before a session's first samples. frames: width and height. rows: what was answered, image
+    set before a session's first samples. frames: width and height. high_resolution: whether a frame
+    could be cut into slices. rows: what was answered, image
     blocks before chunks of audio."""
 
     unit: int
@@ -74,6 +77,7 @@ class EncoderFed(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
     generation: int
     rows: tuple[RowsOf, ...]
     fault: Fault | None
+    high_resolution: bool = True
 
 
 ThinkerPart = tuple[int, ...] | RowsOf

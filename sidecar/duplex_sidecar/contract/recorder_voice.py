@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from duplex_sidecar.contract.recorder_session import TalkerUnit, TapedSession
 from duplex_sidecar.contract.recorder_tape import ConditionOf, TalkerFed, WaveFed
+from duplex_sidecar.contract.recorder_window import NotExpressible
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
 
 MAX_OUTPUT_IDS = 2_000
@@ -18,6 +19,8 @@ MAX_OUTPUT_IDS = 2_000
 from the end of a turn on."""
 CHUNK_CODES = 25
 LEFT_CONTEXT_CODES = 3
+EPOCH_BEGIN = (4218,) * LEFT_CONTEXT_CODES
+"""Left context of an epoch's first chunk: silence."""
 REFUSALS = frozenset(
     {
         "stale_cache_epoch",
@@ -189,7 +192,7 @@ def _prompt_tokens(fed: TalkerFed) -> int:
 
 def producer_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, Any] | None:
     """One line of `producer_sessions`, of all chunks that were sent, whatever became of them; None
-    for a session that never spoke."""
+    for a session that never spoke. Raises NotExpressible."""
     producer = _ProducerTrace()
     by_unit: dict[int, list[WaveFed]] = {}
     for wave in session.waves:
@@ -226,10 +229,14 @@ class _ProducerTrace:
     epoch: int | None = None
     closed: bool = False
     unsent: tuple[int, ...] = ()
+    sounded: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """New codes of this turn's chunks so far, of units that are through."""
 
     def unit(self, waves: Sequence[WaveFed], codes: tuple[int, ...], *, turn_end: bool) -> None:
-        """All chunks of one unit, in order. A new epoch inside of it has all of its codes again."""
+        """All chunks of one unit, in order. A new epoch inside of it has all of its codes again,
+        behind those of the turn's earlier chunks. Raises NotExpressible."""
         epochs = sorted({wave.epoch for wave in waves})
+        held, sent = self.unsent, list[tuple[int, ...]]()
         for epoch in epochs:
             # A turn that was closed in vain is closed again, which the schema cannot tell from one
             # that is closed twice.
@@ -237,8 +244,11 @@ class _ProducerTrace:
             chunks = [
                 wave for wave in waves if wave.epoch == epoch and (final or not wave.last_chunk)
             ]
-            self._enter(epoch)
             rest = codes
+            if self._enter(epoch):
+                # Another source of codes: what waited unsent comes from it as well.
+                chunks, rest = self._catch_up(chunks), held + codes
+            sent = []
             for number, wave in enumerate(chunks):
                 body = wave.codes[: max(0, wave.code_count)]
                 new = _new_codes(body, self.unsent + rest)
@@ -251,14 +261,31 @@ class _ProducerTrace:
                 self.unsent = (self.unsent + taken)[new:]
                 self.steps.append(self._step(wave, taken, new, finished=last, turn_end=turn_end))
                 self.closed = wave.last_chunk
+                if new:
+                    sent.append(body[len(body) - new :])
+        self.sounded = [] if self.closed else [*self.sounded, *sent]
 
-    def _enter(self, epoch: int) -> None:
-        """A turn's end begins an epoch; any other one comes from another source of codes."""
-        if self.epoch is not None and epoch != self.epoch:
+    def _enter(self, epoch: int) -> bool:
+        """A turn's end begins an epoch; any other one comes from another source of codes, which is
+        returned as true."""
+        begins_again = self.epoch not in (None, epoch) and not self.closed
+        if epoch != self.epoch:
             self.unsent = ()
-            if not self.closed:
-                self.source += 1
+        self.source += begins_again
         self.epoch, self.closed = epoch, False
+        return begins_again
+
+    def _catch_up(self, chunks: list[WaveFed]) -> list[WaveFed]:
+        """The chunks behind those that only bring the new epoch to where the turn was."""
+        count = 0
+        for wave, known in zip(chunks, self.sounded, strict=False):
+            if count == 0 and wave.codes[:LEFT_CONTEXT_CODES] != EPOCH_BEGIN:
+                raise NotExpressible("the vocoder was caught up from the middle of a long turn")
+            if wave.codes[LEFT_CONTEXT_CODES:] != known:
+                break
+            self.steps.append(self._step(wave, known, len(known), finished=True, turn_end=False))
+            count += 1
+        return chunks[count:]
 
     def _step(
         self, wave: WaveFed, codes: tuple[int, ...], new: int, *, finished: bool, turn_end: bool

@@ -131,6 +131,8 @@ def split_context(
         return [], (), list(whole)
     marker = list(opening.marker_ids)
     text = list(whole[begin:end])
+    if opening.reference_positions and text and isinstance(text[0], RowsOf):
+        del text[0]
     if marker and text[: len(marker)] == marker:
         text = text[len(marker) :]
     behind = end + len(suffix)
@@ -175,6 +177,7 @@ def planner_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, 
     """One line of `planner_sessions`. Raises NotExpressible."""
     opening, window = session.opening, session.opening.window
     require_plain_window(opening)
+    prefix_tokens = len(opening.prefix_ids) + opening.reference_positions
     steps = steps_of(session, vocabulary)
     pairs = list(pairwise(steps))
     return {
@@ -189,11 +192,11 @@ def planner_session(session: TapedSession, vocabulary: Vocabulary) -> dict[str, 
             "sampled_tokens_per_step": 1,
         },
         "layout": {
-            "prefix_tokens": len(opening.prefix_ids),
+            "prefix_tokens": prefix_tokens,
             "suffix_ids_len": len(opening.suffix_ids),
             "marker_ids": list(opening.marker_ids),
             "special_ids": sorted(vocabulary.special_ids),
-            "context_reserve": len(opening.prefix_ids) + len(opening.suffix_ids),
+            "context_reserve": prefix_tokens + len(opening.suffix_ids),
         },
         "opening_prompt_len": steps[0].unit.prompt_tokens,
         "appends": [_append(before, step) for before, step in pairs],

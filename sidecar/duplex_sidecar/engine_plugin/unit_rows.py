@@ -30,6 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from duplex_sidecar.engine_plugin.ring import RecordFlag, RingWriter
 from duplex_sidecar.engine_plugin.unit_args import UnitArgs, unit_args
+from duplex_sidecar.model.minicpmo45.sampling import upload
 
 logger = logging.getLogger(__name__)
 
@@ -184,13 +185,13 @@ class UnitRowsProcessor(LogitsProcessor, Generic[RulesT]):
         placed = [(row, unit) for row, unit in self._rows.items() if row < logits.shape[0]]
         if not placed:
             return logits
-        rows = torch.tensor([row for row, _ in placed], device=logits.device)
+        rows = upload([row for row, _ in placed], torch.int64, logits.device)
         units = [unit for _, unit in placed]
         payloads = self._payloads(rows, units)
         chosen = self._choose(logits[rows], units)
         for unit, tokens, payload in zip(units, chosen, payloads, strict=True):
             self._publish(unit, tokens, payload)
-        emitted = torch.tensor([tokens.emitted_id for tokens in chosen], device=logits.device)
+        emitted = upload([tokens.emitted_id for tokens in chosen], torch.int64, logits.device)
         logits[rows] = float("-inf")
         logits[rows, emitted] = 0.0
         return logits

@@ -5,6 +5,7 @@ has taken yet is dropped with it, since it sends it again.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Event
 from duplex_sidecar.session.mailbox import Mailbox
 from duplex_sidecar.session.outbox import Outbox
+
+log = logging.getLogger(__name__)
 
 Greet = Callable[[Outbox, int], Coroutine[None, None, None]]
 """Tells a new client (its outbox, its number) how the session stands and what it has missed."""
@@ -79,7 +82,7 @@ class Clients:
         self._room.set()
         outbox = self._outbox = Outbox()
         self.attached_s, self.detached_s = self._clock_s(), None
-        self._greeting = asyncio.create_task(greet(outbox, self._count))
+        self._greeting = asyncio.create_task(_greeted(greet, outbox, self._count))
         return self._count, outbox
 
     async def room_for(self, attachment: int, require_open: Callable[[], None]) -> None:
@@ -129,3 +132,12 @@ class Clients:
     def _stop_greeting(self) -> None:
         if self._greeting is not None:
             self._greeting.cancel()
+
+
+async def _greeted(greet: Greet, outbox: Outbox, number: int) -> None:
+    """A client that cannot be greeted is told to dial again; it would wait for ever."""
+    try:
+        await greet(outbox, number)
+    except Exception:
+        log.exception("client cannot be greeted")
+        outbox.fail(ErrorCode.NOT_READY)

@@ -73,8 +73,8 @@ def _parts(prompt: PromptContext) -> tuple[PromptPart, ...]:
 
 
 def _reference_samples(resolved: ResolvedSession, model: ServedModel) -> int | None:
-    """Of the clip that stands in the prompt: that of a voice which the session names. One that names
-    none has the model's own voice, and nothing of it in the prompt."""
+    """Of the clip that stands in the prompt: that of a voice which the session names. One that
+    names none has the model's own voice, and nothing of it in the prompt."""
     if resolved.voice is None:
         return None
     samples = model.references.get(voice_of(resolved), 0)

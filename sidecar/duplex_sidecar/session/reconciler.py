@@ -59,10 +59,13 @@ class Reconciler:
         ]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled; what goes wrong with one look is logged, and the next one comes."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("streams cannot be compared")
 
     async def look(self) -> None:
         """One comparison. A stage that does not answer is looked at again next time."""

@@ -1,5 +1,5 @@
-"""The reference voice in a session's prompt: its rows are made once, when the session opens, and kept
-in the opening record. Whoever takes the session up later encodes nothing again."""
+"""The reference voice in a session's prompt: its rows are made once, when the session opens, and
+kept in the opening record. Whoever takes the session up later encodes nothing again."""
 
 from duplex_sidecar.ledger.records import OpeningDraft
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode

@@ -83,12 +83,14 @@ class EncoderOpen(msgspec.Struct, frozen=True, tag="encoder.open"):
 class EncoderFeed(msgspec.Struct, frozen=True, tag="encoder.feed"):
     """One append. `pcm_s16le` is mono 16 kHz, whole samples; the first append of a session has been
     left-padded by framing to 16,560 samples. `frames` are JPEG or PNG images as received; the
-    image blocks (source and slices) of each frame are decided by `model.minicpmo45.framing`."""
+    image blocks (source and slices) of each frame are decided by `model.minicpmo45.framing`, which
+    cuts none into slices without `high_resolution`."""
 
     session: str
     unit: int
     pcm_s16le: bytes
     frames: tuple[bytes, ...]
+    high_resolution: bool
     discard: bool
     """True while restoring from recorded PCM: state advances, no rows are returned."""
 
@@ -106,6 +108,18 @@ class EncoderRows(msgspec.Struct, frozen=True):
     vision: tuple[Tensor, ...]
     encoder_reset: bool
     reset_mark_samples: int
+
+
+class EncoderReference(msgspec.Struct, frozen=True, tag="encoder.reference"):
+    """Rows of a voice's reference clip for the context of a session that opens with it."""
+
+    voice: str
+
+
+class ReferenceRows(msgspec.Struct, frozen=True):
+    """rows: [samples // 1,600, hidden]."""
+
+    rows: Tensor
 
 
 class EncoderClose(msgspec.Struct, frozen=True, tag="encoder.close"):
@@ -254,6 +268,7 @@ class HealthReport(msgspec.Struct, frozen=True):
 Request = (
     EncoderOpen
     | EncoderFeed
+    | EncoderReference
     | EncoderClose
     | ThinkerFeed
     | ThinkerClose

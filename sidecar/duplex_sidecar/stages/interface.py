@@ -9,8 +9,10 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
     HealthReport,
+    ReferenceRows,
     TalkerAnswer,
     TalkerClose,
     TalkerFeed,
@@ -36,6 +38,7 @@ class Stage(Protocol):
 class EncoderStage(Stage, Protocol):
     async def open(self, request: EncoderOpen) -> None: ...
     async def feed(self, request: EncoderFeed) -> EncoderRows: ...
+    async def reference(self, request: EncoderReference) -> ReferenceRows: ...
     async def close(self, request: EncoderClose) -> None: ...
 
 

@@ -1,8 +1,10 @@
 """The streaming audio encoder: equal to a whole pass, reset, restored, interleaved, batched."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import WhisperFeatureExtractor
 
 from duplex_sidecar.stages.encoder.audio import AudioState, open_state
 from duplex_sidecar.stages.encoder.chunks import PcmFault, cut
@@ -30,24 +32,33 @@ def run(audio, chunks, state: AudioState | None = None) -> tuple[list[torch.Tens
 
 def whole_pass(encoders, chunks) -> torch.Tensor:
     """Rows of up to 29 chunks in one pass: every chunk sees itself and the earlier ones."""
-    weights, shape = encoders.weights, encoders.shape
     mel_front_end, state = MelFrontEnd(80), empty_mel(0)
     frames = []
     for chunk in chunks:
         state, mel = mel_front_end.step(state, chunk)
-        conv = mel[None]
-        for name, stride in (("conv1", 1), ("conv2", 2)):
-            conv = functional.gelu(
-                functional.conv1d(
-                    conv,
-                    weights[f"apm.{name}.weight"],
-                    weights[f"apm.{name}.bias"],
-                    stride=stride,
-                    padding=1,
-                )
+        conv = convolved(encoders, mel)
+        frames.append(conv[:, (0 if len(frames) == 0 else 1) :][:, :50].T)
+    return transformed(encoders, torch.cat(frames))
+
+
+def convolved(encoders, mel) -> torch.Tensor:
+    weights, conv = encoders.weights, mel[None]
+    for name, stride in (("conv1", 1), ("conv2", 2)):
+        conv = functional.gelu(
+            functional.conv1d(
+                conv,
+                weights[f"apm.{name}.weight"],
+                weights[f"apm.{name}.bias"],
+                stride=stride,
+                padding=1,
             )
-        frames.append(conv[0, :, (0 if len(frames) == 0 else 1) :][:, :50].T)
-    hidden = torch.cat(frames)
+        )
+    return conv[0]
+
+
+def transformed(encoders, hidden) -> torch.Tensor:
+    """Rows of these frames of the CNN under a block mask of one second."""
+    weights, shape = encoders.weights, encoders.shape
     count = len(hidden)
     hidden = hidden + weights["apm.embed_positions.weight"][:count]
     second = torch.arange(count) // 50
@@ -88,6 +99,26 @@ def test_chunk_by_chunk_equals_a_whole_pass_and_the_cache_is_dropped_after_29(en
     assert all(row.shape == (10, 256) for row in rows)
     expected = whole_pass(encoders, chunks[:29])
     assert (torch.cat(rows[:29]) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("samples", [1_600, 41_600, 96_000, 480_000])
+def test_a_reference_clip_is_heard_whole_under_a_block_mask(encoders, make_sound, samples):
+    """Against transformers' features of the padded clip. A rest of less than a row is cut off."""
+    clip = make_sound(30, 5)[:480_000].astype(np.float32)[-samples:] / 32_768
+    features = WhisperFeatureExtractor(feature_size=80)(
+        clip, sampling_rate=16_000, return_tensors="pt", padding="max_length"
+    )["input_features"][0, :, : samples // 160]
+    expected = transformed(encoders, convolved(encoders, features).T)
+    with_a_rest = np.concatenate([clip, np.ones(1_000 if samples < 480_000 else 0, np.float32)])
+    rows = encoders.audio.reference(with_a_rest)
+    assert rows.shape == (samples // 1_600, 256)
+    assert (rows - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("samples", [0, 1_599, 481_600])
+def test_a_clip_without_a_row_or_too_long_is_refused(encoders, samples):
+    with pytest.raises(ValueError, match="reference clip"):
+        encoders.audio.reference(np.zeros(samples, np.float32))
 
 
 def test_resets_are_told_with_the_mark_to_restore_from(encoders, make_sound):

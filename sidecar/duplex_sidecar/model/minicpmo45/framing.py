@@ -98,8 +98,9 @@ def reserve_append(
 
     samples: new 16 kHz samples, None when the audio is missing or cannot be decoded. frames: None
     for a frame whose header cannot be read. context_positions: the session context, counted for
-    seq 1 only. tile_pixels: None when not known. high_resolution: as in `block_kinds`. The sidecar admits whole units of readable frames
-    only; the other rows of the table are the public implementation's guesses.
+    seq 1 only. tile_pixels: None when not known. high_resolution: as in `block_kinds`. The sidecar
+    admits whole units of readable frames only; the other rows of the table are the public
+    implementation's guesses.
     """
     blocks = block_kinds(frames, tile_pixels, high_resolution=high_resolution)
     vision = IMAGE_BLOCK_POSITIONS * len(blocks)

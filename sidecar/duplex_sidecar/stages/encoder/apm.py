@@ -90,18 +90,34 @@ class AudioTower(nn.Module):
         self.embed_positions = Embedding(shape.audio_positions, size)
         self.layers = nn.ModuleList(AudioLayer(shape, layer) for layer in range(shape.audio_layers))
         self.layer_norm = LayerNorm(size)
-        self._cache_shape = (
-            shape.audio_layers,
-            2,
-            shape.audio_heads,
-            chunks_per_cache(shape.audio_positions) * CNN_FRAMES_PER_CHUNK,
-            size // shape.audio_heads,
-        )
+        self._cache_frames = chunks_per_cache(shape.audio_positions) * CNN_FRAMES_PER_CHUNK
+        self._cache_shape = (shape.audio_layers, 2, shape.audio_heads)
+        self._head_size = size // shape.audio_heads
 
-    def empty_cache(self) -> AudioCache:
+    def empty_cache(self, frames: int | None = None) -> AudioCache:
+        """frames: its capacity, None for that of a stream."""
         weight = self.conv1.weight
-        rows = torch.empty(self._cache_shape, dtype=weight.dtype, device=weight.device)
+        rows = torch.empty(
+            (*self._cache_shape, frames or self._cache_frames, self._head_size),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
         return AudioCache(rows, 0)
+
+    def whole(self, mel: Tensor) -> Tensor:
+        """A clip heard at once: mel [mel_bins, 2n] -> [n, size]. A frame sees its own second and
+        those before (contract section G, the block mask), so seconds go one after the other."""
+        frames = self._convolved(mel)
+        frames = frames + self.embed_positions.weight[: len(frames)]
+        cache = self.empty_cache(len(frames))
+        heard: list[Tensor] = []
+        for second in frames.split(CNN_FRAMES_PER_CHUNK):
+            hidden = second[None]
+            for layer in self.layers:
+                hidden = layer(hidden, [cache])
+            heard.append(hidden[0])
+            cache = cache.advanced()
+        return self.layer_norm(torch.cat(heard))
 
     def forward(self, mels: Sequence[Tensor], caches: Sequence[AudioCache]) -> Tensor:
         """mels: [mel_bins, 102 or 104] per session. Returns [sessions, 50, size] and writes each
@@ -114,13 +130,17 @@ class AudioTower(nn.Module):
         return self.layer_norm(frames)
 
     def _embedded(self, mel: Tensor, cache: AudioCache) -> Tensor:
-        weight = self.conv1.weight
-        frames = functional.gelu(self.conv1(mel.to(weight.device, weight.dtype)[None]))
-        frames = functional.gelu(self.conv2(frames))[0].T
+        frames = self._convolved(mel)
         # One frame at the end, and one at the begin where the mel has context there, is context.
         frames = frames[-CNN_FRAMES_PER_CHUNK - 1 : -1]
         end = cache.frames + CNN_FRAMES_PER_CHUNK
         return frames + self.embed_positions.weight[cache.frames : end]
+
+    def _convolved(self, mel: Tensor) -> Tensor:
+        """[mel_bins, n] -> [n / 2, size]"""
+        weight = self.conv1.weight
+        frames = functional.gelu(self.conv1(mel.to(weight.device, weight.dtype)[None]))
+        return functional.gelu(self.conv2(frames))[0].T
 
 
 class AudioProjector(nn.Module):
@@ -132,6 +152,6 @@ class AudioProjector(nn.Module):
         self.linear2 = Linear(shape.hidden_size, shape.hidden_size)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """[sessions, 50, audio_size] -> rows [sessions, 10, hidden_size]."""
+        """[sessions, 5n, audio_size] -> rows [sessions, n, hidden_size]; n is 10 for a chunk."""
         rows = self.linear2(functional.relu(self.linear1(frames)))
         return pooled(rows, AUDIO_POOL_STEP)

@@ -10,13 +10,20 @@ fills, from there on the cache does, and both are then what they were.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from duplex_sidecar.model.minicpmo45.constants import UNIT_SAMPLES
+from duplex_sidecar.model.minicpmo45.constants import SAMPLES_PER_POSITION, UNIT_SAMPLES
 from duplex_sidecar.stages.encoder.apm import AudioCache, AudioProjector, AudioTower
 from duplex_sidecar.stages.encoder.chunks import chunks_per_cache
-from duplex_sidecar.stages.encoder.mel import MelFrontEnd, MelState, empty_mel
+from duplex_sidecar.stages.encoder.mel import (
+    WHOLE_CLIP_SAMPLES,
+    MelFrontEnd,
+    MelState,
+    empty_mel,
+)
 from duplex_sidecar.stages.encoder.shapes import EncoderShape
 
 
@@ -83,6 +90,17 @@ class AudioEncoder:
             AudioStep(_advanced(state), rows.get(index), reset)
             for index, (state, _, reset) in enumerate(heard)
         ]
+
+    @torch.inference_mode()
+    def reference(self, samples: NDArray[np.float32]) -> Tensor:
+        """Rows [n // 1,600, hidden_size] of a reference clip of n samples (16 kHz, -1 to 1), heard
+        whole; a rest is cut off (contract sections A and G). Raises ValueError: longer than 30 s,
+        or too short for a row."""
+        count = len(samples) // SAMPLES_PER_POSITION
+        if not 0 < count <= WHOLE_CLIP_SAMPLES // SAMPLES_PER_POSITION:
+            raise ValueError(f"a reference clip of {len(samples)} samples")
+        mel = self._mel.whole(samples[: count * SAMPLES_PER_POSITION])
+        return self._projector(self._tower.whole(mel)[None])[0]
 
     def _hear(self, state: AudioState, pcm_s16le: bytes) -> tuple[AudioState, Tensor, bool]:
         """Mel of one chunk, and the cache that it is to extend: dropped first where due."""

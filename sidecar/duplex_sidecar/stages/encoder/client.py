@@ -5,9 +5,11 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
     Health,
     HealthReport,
+    ReferenceRows,
 )
 from duplex_sidecar.stages.link import StageLink
 
@@ -41,6 +43,10 @@ class EncoderClient:
         """Encode one append. Any error of the stage's own (refused, undecodable, internal) leaves
         the session's state as it was before the call."""
         return await self._link.call(request, EncoderRows, self._feed_timeout_s)
+
+    async def reference(self, request: EncoderReference) -> ReferenceRows:
+        """Encode a voice's reference clip. Refused when there is no such voice, or no clip."""
+        return await self._link.call(request, ReferenceRows, self._feed_timeout_s)
 
     async def close(self, request: EncoderClose) -> None:
         """Forget a session. An unknown one is forgotten already."""

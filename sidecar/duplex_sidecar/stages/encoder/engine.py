@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES
@@ -97,7 +99,7 @@ class EncoderEngine:
         chunks = _checked(session, request)
         session.busy = True
         try:
-            vision = await self._see(request.frames)
+            vision = await self._see(request.frames, request.high_resolution)
             encoded, state = await self._hear(session.state, chunks, vision, request.discard)
             if self._sessions.get(request.session) is not session:
                 raise StageError(STAGE, StageFault.UNKNOWN_STREAM, "closed during the append")
@@ -105,6 +107,13 @@ class EncoderEngine:
         finally:
             session.busy = False
         return encoded
+
+    async def reference(self, samples: NDArray[np.float32]) -> Tensor:
+        """Rows of a reference clip; see `AudioEncoder.reference`. No session is touched."""
+        try:
+            return await self._compute(lambda: self._audio.reference(samples))
+        except ValueError as error:
+            raise _refused(str(error)) from None
 
     async def lost(self) -> str:
         """Why nothing can be encoded any more; waits for ever while the device is well."""
@@ -117,11 +126,13 @@ class EncoderEngine:
             self._passes.cancel()
         await asyncio.to_thread(self._worker.shutdown, cancel_futures=True)
 
-    async def _see(self, frames: Sequence[bytes]) -> tuple[Tensor, ...]:
+    async def _see(self, frames: Sequence[bytes], high_resolution: bool) -> tuple[Tensor, ...]:
         if not frames:
             return ()
         try:
-            blocks = await self._compute(lambda: frame_blocks(frames))
+            blocks = await self._compute(
+                lambda: frame_blocks(frames, high_resolution=high_resolution)
+            )
         except FrameError as error:
             raise StageError(STAGE, StageFault.UNDECODABLE, str(error)) from None
         return tuple(await self._compute(lambda: self._vision.encode(blocks)))

@@ -26,14 +26,15 @@ class FrameError(Exception):
     """A frame is no JPEG or PNG image within the limits."""
 
 
-def frame_blocks(frames: Sequence[bytes]) -> list[Pixels]:
+def frame_blocks(frames: Sequence[bytes], *, high_resolution: bool = True) -> list[Pixels]:
     """The image blocks of an append's frames in KV order, as `model.minicpmo45.framing` cuts them.
 
     Raises FrameError: too many frames, too large, or undecodable."""
     if len(frames) > MAX_FRAMES_PER_APPEND:
         raise FrameError(f"{len(frames)} frames, at most {MAX_FRAMES_PER_APPEND}")
     images = [_decoded(index, data) for index, data in enumerate(frames)]
-    cuts = image_blocks([FrameSize(image.width, image.height) for image in images])
+    sizes = [FrameSize(image.width, image.height) for image in images]
+    cuts = image_blocks(sizes, high_resolution=high_resolution)
     return [
         block for image, blocks in zip(images, cuts, strict=True) for block in _cut(image, blocks)
     ]

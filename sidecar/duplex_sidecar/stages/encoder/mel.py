@@ -29,6 +29,9 @@ _CONTEXT_FRAMES = 2
 _CARRY_FRAMES = (FIRST_CHUNK_SAMPLES - UNIT_SAMPLES) // _HOP_SAMPLES
 """Frames in the buffer after the newest chunk's own: the first chunk's 35 ms run ahead for ever."""
 
+WHOLE_CLIP_SAMPLES = 30 * INPUT_RATE_HZ
+"""A clip that is heard whole is padded to that with silence, and may not be longer."""
+
 _SLIDE_TRIGGER_SAMPLES = 30 * INPUT_RATE_HZ
 _SLIDE_STRIDE_SAMPLES = 10 * INPUT_RATE_HZ
 _EDGE_FRAMES = 2
@@ -89,6 +92,17 @@ class MelFrontEnd:
         emitted = powers[:, : end - _CARRY_FRAMES + _CONTEXT_FRAMES - begin]
         return MelState(start_samples, pcm, peaks), (emitted.clamp(min=floor) + 4.0) / 4.0
 
+    def whole(self, samples: NDArray[np.float32]) -> torch.Tensor:
+        """Features [mel_bins, n // 160] of a clip of n samples (-1 to 1, at most 30 s), as Whisper
+        makes them: padded with silence, the floor below the loudest frame of all."""
+        half = _FFT_SAMPLES // 2
+        padded = np.zeros(WHOLE_CLIP_SAMPLES, np.float32)
+        padded[: len(samples)] = samples
+        powers = self._power_of(np.pad(padded, half, mode="reflect"))[:, :-1]
+        floor = float(powers.max()) - _RANGE_LOG10
+        heard = powers[:, : len(samples) // _HOP_SAMPLES]
+        return (heard.clamp(min=floor) + 4.0) / 4.0
+
     def _log_power(self, pcm: NDArray[np.int16], begin: int, end: int) -> torch.Tensor:
         """log10 mel power [mel_bins, end - begin] of frames centred at begin * hop and so on."""
         half = _FFT_SAMPLES // 2
@@ -96,6 +110,10 @@ class MelFrontEnd:
         segment = pcm[max(0, left) : (end - 1) * _HOP_SAMPLES + half].astype(np.float32) / 32768.0
         if left < 0:
             segment = np.pad(segment, (-left, 0), mode="reflect")
+        return self._power_of(segment)
+
+    def _power_of(self, segment: NDArray[np.float32]) -> torch.Tensor:
+        """log10 mel power [mel_bins, frames] of every whole window in the segment."""
         frames = torch.from_numpy(segment).unfold(0, _FFT_SAMPLES, _HOP_SAMPLES) * self._window
         power = torch.fft.rfft(frames).abs().square()
         return (power @ self._filters).clamp(min=_SMALLEST_POWER).log10().T

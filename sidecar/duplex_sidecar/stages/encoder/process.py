@@ -1,9 +1,10 @@
 """The encoder's process: `python -m duplex_sidecar.stages.encoder.process --socket S --config C`.
 
-Serves EncoderOpen, EncoderFeed, EncoderClose and Health. Imports torch, but neither vllm nor
-transformers: it is up in about the time that torch takes to load.
+Serves EncoderOpen, EncoderFeed, EncoderReference, EncoderClose and Health. Imports torch, but
+neither vllm nor transformers: it is up in about the time that torch takes to load.
 """
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from duplex_sidecar.checkpoint.config import CheckpointConfig, read_config
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.layout import encoder_shape
+from duplex_sidecar.checkpoint.voice import load_voice
 from duplex_sidecar.model.minicpmo45.constants import (
     FIRST_CHUNK_SAMPLES,
     IMAGE_ROWS,
@@ -36,9 +38,11 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
     Health,
     HealthReport,
+    ReferenceRows,
     Request,
     Tensor,
 )
@@ -53,6 +57,7 @@ class EncoderService:
 
     def __init__(self, engine: EncoderEngine, settings: EncoderSettings, hidden_size: int) -> None:
         self._engine = engine
+        self._checkpoint = Path(settings.checkpoint)
         self._element_type = settings.element_type
         self._hidden_size = hidden_size
         self._limits = {
@@ -73,6 +78,8 @@ class EncoderService:
             case EncoderClose():
                 self._engine.close(request.session)
                 return Done()
+            case EncoderReference():
+                return await self._reference(request.voice)
             case Health():
                 return HealthReport(STAGE, self._limits, self._engine.sessions)
             case _:
@@ -94,6 +101,15 @@ class EncoderService:
             encoder_reset=encoded.encoder_reset,
             reset_mark_samples=encoded.reset_mark_samples,
         )
+
+    async def _reference(self, voice: str) -> ReferenceRows:
+        """Its voice file is read when a session opens with it: voices may be added meanwhile."""
+        sizes = read_config(self._checkpoint).token2wav
+        try:
+            read = await asyncio.to_thread(load_voice, self._checkpoint, voice, sizes)
+        except CheckpointError as error:
+            raise StageError(STAGE, StageFault.REFUSED, str(error)) from None
+        return ReferenceRows(self._tensor([await self._engine.reference(read.reference_16khz)]))
 
     def _tensor(self, rows: Sequence[torch.Tensor]) -> Tensor:
         """Rows one below the other, [0, hidden] when there are none."""
