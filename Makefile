@@ -54,7 +54,5 @@ cluster-down: env ## ends it; only the cache of binaries and images stays
 test-cluster: env ## the tier that needs that cluster, or the one of KUBECONFIG
 	@$(PYTHON) -m scripts.run_tests cluster
 
-demo-cluster: ## not there yet: the demo on that cluster
-	@echo "make $@: not there yet. The operator is not part of this release." >&2
-	@echo "What works today, on one machine: make demo" >&2
-	@exit 1
+demo-cluster: env ## the demo on that cluster: apply, place, talk, drain, talk on, delete
+	@PYTHONPATH=tests $(PYTHON) -m scripts.demo_cluster

@@ -37,6 +37,11 @@ def route_key(uid: str) -> str:
     return f"duplex:{{{uid}}}:route"
 
 
+def call_key(uid: str) -> str:
+    """The gateways' mark of a session's newest call. Raises ValueError as `route_key`."""
+    return route_key(uid).removesuffix("route") + "call"
+
+
 def route_uid(key: str) -> str | None:
     """The session whose route record this is, None for a foreign key."""
     uid = key.removeprefix("duplex:{").removesuffix("}:route")

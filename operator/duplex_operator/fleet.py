@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from duplex_operator.feed import FeedLine, FeedPhase, FeedSession, HelloLine, PodLine
@@ -117,9 +118,11 @@ class Fleet:
         return self.sessions_on(pod_uid).get(session_uid)
 
     def any_client(self) -> SidecarClient | None:
-        """Of any pod that answers: for what every sidecar can do, such as erasing."""
+        """Of any pod that answers: for what every sidecar can do, such as erasing. One that is not
+        ready yet may still be without the ledger."""
         live = [line for line in self._lines.values() if line.feed.connected and line.client]
-        return random.choice(live).client if live else None
+        ready = [line for line in live if line.feed.ready]
+        return random.choice(ready or live).client if live else None
 
     # Calls
 
@@ -238,11 +241,15 @@ class Fleet:
         retry_s = FIRST_RETRY_S
         while self._lines.get(line.feed.pod_uid) is line:
             try:
-                async for said in client.feed():
-                    retry_s = FIRST_RETRY_S
-                    self._hear(line, said)
+                async with aclosing(client.feed()) as lines:
+                    async for said in lines:
+                        retry_s = FIRST_RETRY_S
+                        self._hear(line, said)
             except (SidecarUnreachableError, SidecarRefusalError) as error:
                 log.debug("feed of %s: %s", line.feed.pod, error)
+            except Exception:
+                # Whatever it was, a pod that is never dialled again would stay suspect for good.
+                log.exception("the feed of %s broke; it is dialled again", line.feed.pod)
             if line.feed.connected:
                 self._update(line, replace(line.feed, connected=False, listed=False))
             await asyncio.sleep(retry_s * (0.5 + random.random()))

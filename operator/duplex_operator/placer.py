@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from duplex_operator.decide.placement import PodSlots, place
 from duplex_operator.fleet import Fleet
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.01
 """News of this long are served together."""
 PERIOD_S = 1.0
-"""Every waiting pool is served this often without news: refusals run out."""
+"""Every waiting pool is served this often, whether or not there is news: refusals run out."""
 
 
 class Placer:
@@ -43,6 +44,7 @@ class Placer:
         self._clock = clock
         self._poked: set[ObjectKey] = set()
         self._news = asyncio.Event()
+        self._next_round_s = clock() + PERIOD_S
         store.listeners.session.append(self._session_changed)
         fleet.listeners.append(self.poke)
 
@@ -52,16 +54,23 @@ class Placer:
 
     async def run(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(PERIOD_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._next_round_s - self._clock()):
                     await self._news.wait()
                 await asyncio.sleep(GATHER_S)
-            except TimeoutError:
-                self._poked.update(self._board.pools())
-            self._news.clear()
-            poked, self._poked = self._poked, set()
-            for pool in poked:
-                self.serve(pool)
+            self.turn()
+
+    def turn(self) -> None:
+        """Serves the pools that were poked, and all that wait when their round has come: a pool
+        without news must not starve beside one that has some all the time."""
+        self._news.clear()
+        now_s = self._clock()
+        if now_s >= self._next_round_s:
+            self._next_round_s = now_s + PERIOD_S
+            self._poked.update(self._board.pools())
+        poked, self._poked = self._poked, set()
+        for pool in poked:
+            self.serve(pool)
 
     def serve(self, pool: ObjectKey) -> None:
         """One pass over the pool's queue."""

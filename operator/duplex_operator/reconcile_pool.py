@@ -66,7 +66,11 @@ from duplex_operator.resources.pods import (
     pod_name,
     pool_selector,
 )
-from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
+from duplex_operator.sidecar_client import (
+    SidecarClient,
+    SidecarRefusalError,
+    SidecarUnreachableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -343,8 +347,10 @@ class PoolReconciler:
                 await fleet.drain(uid, look.spec.drain_grace_ms / 1000)
             client = fleet.client(uid)
             if pod.mark == Mark.ENDING and client is not None:
-                for session in sorted(sessions_of(self._context, uid)):
-                    await client.end(session, ENDED_BY_CHECKPOINT)
+                sessions = sorted(sessions_of(self._context, uid))
+                ended = [await _end(client, session) for session in sessions]
+                if not all(ended):
+                    return False
         except (SidecarUnreachableError, SidecarRefusalError) as error:
             log.info("pod %s cannot be told to drain: %s", pod.meta.key, error)
             return False
@@ -452,6 +458,15 @@ class PoolReconciler:
             action=action,
             event_type=EventType.WARNING if reason in _WARNINGS else EventType.NORMAL,
         )
+
+
+async def _end(client: SidecarClient, session: str) -> bool:
+    """Each by itself: one that cannot be ended must not stop those behind it."""
+    try:
+        return await client.end(session, ENDED_BY_CHECKPOINT)
+    except SidecarRefusalError as error:
+        log.info("%s cannot be ended: %s", session, error)
+        return False
 
 
 def _waits(pods: Sequence[PodObject]) -> tuple[str, ...]:

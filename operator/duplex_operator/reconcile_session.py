@@ -198,9 +198,10 @@ class SessionReconciler:
             await self._tell(facts.session, action.reason, action.sentence, warning=action.warning)
 
     async def _let_go(self, session: SessionObject, action: RemoveFinalizer) -> None:
-        await self._tell(session, action.reason, action.sentence, warning=action.warning)
         names = tuple(n for n in session.meta.finalizers if n != SESSION_FINALIZER)
         await self._set_finalizers(session, names)
+        # Told once: a conflict above makes this begin again.
+        await self._tell(session, action.reason, action.sentence, warning=action.warning)
 
     async def _tell(
         self, session: SessionObject, reason: str, sentence: str, *, warning: bool
@@ -337,13 +338,22 @@ class SessionReconciler:
         client = self._context.fleet.client(action.pod_uid)
         if client is None:
             return Nothing(RETRY_S)
+        uid = facts.session.meta.uid
         try:
-            await client.end(facts.session.meta.uid, action.reason)
-        except (SidecarUnreachableError, SidecarRefusalError) as error:
+            if not await client.end(uid, action.reason) and not await self._is_over(uid):
+                log.info("ending %s: it lives on elsewhere", facts.session.meta.key)
+                return Nothing(RETRY_S)
+        except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
             log.info("ending %s: %s", facts.session.meta.key, error)
             return Nothing(RETRY_S)
         known.memory = replace(known.memory, ended=True)
         return None
+
+    async def _is_over(self, uid: str) -> bool:
+        """Whether the ledger knows nothing of it that could go on: a session that was placed and
+        never opened has nothing to end."""
+        lease = await self._context.routes.lease(uid)
+        return not lease.held and lease.phase in ("", "ended", "erased")
 
     async def _erase(self, facts: SessionFacts, known: Known) -> Nothing | None:
         """The ledger by a sidecar, which knows its keys; the route record here."""

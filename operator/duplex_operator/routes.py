@@ -19,6 +19,7 @@ from duplex_api.routes import (
     WAKE_FIELD,
     WAKE_STREAM,
     RouteRecord,
+    call_key,
     route_key,
     route_uid,
 )
@@ -90,7 +91,8 @@ class Routes:
         await self._do(replace)
 
     async def drop(self, uid: str) -> None:
-        await self._do(lambda: self._redis.delete(route_key(uid)))
+        """The record, and what the gateways keep beside it."""
+        await self._do(lambda: self._redis.delete(route_key(uid), call_key(uid)))
 
     async def lease(self, uid: str) -> LeaseView:
         """The session's lease by the ledger server's clock."""

@@ -7,7 +7,7 @@ A refusal is that pod's final answer. No answer says nothing: every call may be 
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,10 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorInside = msgspec.field(default_factory=_ErrorInside)
 
 
+class _EndAnswer(msgspec.Struct):
+    ended: bool = False
+
+
 class SidecarClient:
     """Calls to one pod. Holds one small connection pool; `close` it."""
 
@@ -99,13 +103,19 @@ class SidecarClient:
         """Raises SidecarRefusalError `session_busy`."""
         await self._call("POST", f"/sessions/{uid}/park", {})
 
-    async def end(self, uid: str, reason: str) -> None:
-        """Ends it for good; one that does not run there is fine."""
+    async def end(self, uid: str, reason: str) -> bool:
+        """Ends it for good. False: the sidecar did not, since another replica owns it, or since
+        there is no such session. One that is over is fine."""
         try:
-            await self._call("DELETE", f"/sessions/{uid}", {"reason": reason})
+            content = await self._call("DELETE", f"/sessions/{uid}", {"reason": reason})
         except SidecarRefusalError as error:
             if error.status not in (404, 410):
                 raise
+            return True
+        try:
+            return msgspec.json.decode(content, type=_EndAnswer).ended
+        except msgspec.MsgspecError:
+            return False
 
     async def drain(self, grace_s: float) -> None:
         await self._call("POST", "/drain", {"graceSeconds": round(grace_s)})
@@ -118,7 +128,7 @@ class SidecarClient:
         """Erases the session's ledger, tombstone first. Repeating it changes nothing."""
         await self._call("POST", f"/erase/{uid}", {})
 
-    async def feed(self) -> AsyncIterator[FeedLine]:
+    async def feed(self) -> AsyncGenerator[FeedLine]:
         """Lines until the sidecar closes. Raises SidecarUnreachableError, SidecarRefusalError."""
         timeout = aiohttp.ClientTimeout(
             total=None, connect=CONNECT_TIMEOUT_S, sock_read=FEED_SILENCE_S
@@ -139,7 +149,8 @@ class SidecarClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SidecarUnreachableError(type(error).__name__) from error
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any]) -> None:
+    async def _call(self, method: str, path: str, body: Mapping[str, Any]) -> bytes:
+        """The answer's body."""
         try:
             async with self._http.request(
                 method,
@@ -153,7 +164,7 @@ class SidecarClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SidecarUnreachableError(f"{method}: {type(error).__name__}") from error
         if answer.status < 300:
-            return
+            return content
         refusal = _refusal(answer.status, content)
         if answer.status >= 500 and not refusal.code:
             raise SidecarUnreachableError(f"{method}: HTTP {answer.status}")

@@ -26,7 +26,7 @@ async def sweep_ledgers(context: Context) -> None:
         await asyncio.sleep(SWEEP_PERIOD_S)
         try:
             await sweep_once(context)
-        except (LedgerAwayError, SidecarUnreachableError, SidecarRefusalError, ApiError) as error:
+        except (LedgerAwayError, ApiError) as error:
             log.info("the sweep goes on later: %s", error)
 
 
@@ -43,13 +43,20 @@ async def sweep_once(context: Context) -> int:
     present = await _session_uids(context)
     client = context.fleet.any_client()
     gone = [uid for uid in orphans if uid not in present]
+    if client is None:
+        return 0
+    erased = 0
     for uid in gone:
-        if client is None:
-            return 0
-        await client.erase(uid)
-        await context.routes.drop(uid)
+        # Each by itself: one that is refused must not stop those behind it.
+        try:
+            await client.erase(uid)
+            await context.routes.drop(uid)
+        except (SidecarRefusalError, SidecarUnreachableError, LedgerAwayError) as error:
+            log.info("the ledger of %s is erased later: %s", uid, error)
+            continue
+        erased += 1
         log.info("erased the ledger of %s, whose session is gone", uid)
-    return len(gone)
+    return erased
 
 
 async def _session_uids(context: Context) -> set[str]:

@@ -17,6 +17,7 @@ from duplex_api.routes import (
     WAKE_MOST_ENTRIES,
     WAKE_STREAM,
     RouteRecord,
+    call_key,
     route_key,
 )
 from duplex_gateway.decide import LeaseView
@@ -49,7 +50,7 @@ class Directory:
         commands: list[Command] = [
             ("HGETALL", route_key(session)),
             ("HMGET", session_keys(session).meta, *_META_FIELDS),
-            ("GET", _call_key(session)),
+            ("GET", call_key(session)),
             ("TIME",),
         ]
         route, meta, mark, now = await self._connection.read_many(session, commands)
@@ -79,7 +80,7 @@ class Directory:
         mark = secrets.token_hex(8)
         try:
             await self._connection.read(
-                session, ("SET", _call_key(session), mark, "EX", CALL_KEPT_S)
+                session, ("SET", call_key(session), mark, "EX", CALL_KEPT_S)
             )
         except LedgerUnavailable:
             raise
@@ -111,10 +112,6 @@ def token_matches(token: str, route: RouteRecord | None) -> bool:
     following = (route.token_sha256_next if route else None) or _NO_HASH
     matches = hmac.compare_digest(given, current) | hmac.compare_digest(given, following)
     return matches and acceptable and route is not None
-
-
-def _call_key(session: str) -> str:
-    return f"duplex:{{{session}}}:call"
 
 
 def _route_of(stored: dict[bytes, bytes]) -> RouteRecord | None:

@@ -60,6 +60,9 @@ class LeaseWatch:
                     await _look(directory, watched[start : start + BATCH_SESSIONS])
             except LedgerError as error:
                 log.warning("leases cannot be read: %s", error.reason)
+            except Exception:
+                # Of all calls together: one that it cannot cope with must not blind the others.
+                log.exception("leases cannot be looked at")
 
 
 async def _look(directory: Directory, watched: list[Watched]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.api_servers import ApiServer, running_api_server
 from support.clusters import Cluster, OwnCluster, running_cluster
+from support.releases import Voice, running_voice
 
 from scripts.cluster import API_PARTS, build, foreign_kubeconfig, why_not
 
@@ -58,6 +59,13 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     """A new namespace of the cluster, under Pod Security `restricted`."""
     with cluster.namespace() as name:
         yield name
+
+
+@pytest.fixture(scope="session")
+def voice(own_cluster: OwnCluster) -> Iterator[Voice]:
+    """A release and a pool of two real sidecars with one slot each; up until the last test."""
+    with running_voice(own_cluster) as running:
+        yield running
 
 
 # --- what takes long the first time ---------------------------------------------------------------

@@ -159,6 +159,9 @@ class FeedResponse(Response):
             outcome, _ = await asyncio.gather(pouring, leaving, return_exceptions=True)
         if isinstance(outcome, TimeoutError):
             log.warning("a listener of the feed takes nothing and is dropped")
+        elif isinstance(outcome, Exception):
+            # The answer ends without its end: the listener sees it broken off and asks again.
+            log.error("the feed broke off", exc_info=outcome)
         elif outcome is None:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

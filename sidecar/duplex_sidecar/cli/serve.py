@@ -16,6 +16,7 @@ from duplex_sidecar.app import create_apps
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.cli.serving import Serving
+from duplex_sidecar.ledger.address import without_login
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.settings import SidecarSettings, settings_from_environment
 from duplex_sidecar.stages.engine.settings import Device
@@ -145,7 +146,8 @@ def _settings(
     token_file = runtime_dir / "admin-token"
     token_file.touch(mode=0o600)
     token_file.write_text(token)
-    print(f"http://{host}:{port}   admin token: {token_file}   ledger: {redis_url}", flush=True)
+    ledger = without_login(redis_url)
+    print(f"http://{host}:{port}   admin token: {token_file}   ledger: {ledger}", flush=True)
     return SidecarSettings(
         checkpoint=str((checkpoint or default_checkpoint()).absolute()),
         redis_url=redis_url,

@@ -38,10 +38,13 @@ from duplex_sidecar.model.minicpmo45.framing import reserve_append, split_chunks
 
 class FramerLimits(msgspec.Struct, frozen=True):
     """max_pending_bytes: audio (as float32, closed units as s16le) and frames that wait.
-    max_pending_groups: groups of frames that wait for a unit."""
+    max_pending_groups: groups of frames that wait for a unit. max_state_frame_bytes: frames that
+    wait behind the oldest group. Where a unit closes they go into its `resume` state, and with it
+    into the ledger, whose states have a limit of their own (twice as much)."""
 
     max_pending_bytes: int = 16 * 1024 * 1024
     max_pending_groups: int = 16
+    max_state_frame_bytes: int = 2 * 1024 * 1024
 
 
 DEFAULT_LIMITS: Final = FramerLimits()
@@ -238,7 +241,16 @@ class UnitFramer:
                 FramingErrorCode.INPUT_OVERFLOW,
                 f"{len(self._groups)} groups of frames wait for audio to go with",
             )
-        more = len(samples) * F32_BYTES + sum(len(frame.data) for frame in frames)
+        frame_bytes = sum(len(frame.data) for frame in frames)
+        # The oldest group is never among what a closed unit leaves behind: the unit has it.
+        behind = sum(len(f.data) for group in list(self._groups)[1:] for f in group.frames)
+        if frames and self._groups and behind + frame_bytes > self._limits.max_state_frame_bytes:
+            raise FramingError(
+                FramingErrorCode.INPUT_OVERFLOW,
+                f"{behind} bytes of frames wait for units to come and {frame_bytes} more came;"
+                f" allowed are {self._limits.max_state_frame_bytes}",
+            )
+        more = len(samples) * F32_BYTES + frame_bytes
         if self.pending_bytes + more > self._limits.max_pending_bytes:
             raise FramingError(
                 FramingErrorCode.INPUT_OVERFLOW,

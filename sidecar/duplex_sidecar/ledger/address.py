@@ -29,12 +29,19 @@ class SentinelAddress:
 
 
 def parse_address(url: str) -> str | SentinelAddress:
-    """The URL itself where it names one server. Raises ValueError, never with the URL in it: it may
-    hold a password."""
+    """The URL itself where it names one server. Raises ValueError, never with anything of the URL
+    in it: it may be of a password."""
     scheme = url.split("://", 1)[0]
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError("not a URL") from None
+    # A password with one of these as they are would be read as host, port, path or query, and come
+    # back in the text of whatever goes wrong with them.
+    if parts.fragment or (scheme != "unix" and "@" in parts.path + parts.query):
+        raise ValueError("user and password have to be percent-encoded in a ledger address")
     if scheme not in _SENTINEL:
         return url
-    parts = urlsplit(url)
     user, _, hosts = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
     path = [part for part in parts.path.split("/") if part]
@@ -43,9 +50,8 @@ def parse_address(url: str) -> str | SentinelAddress:
     if len(path) == 2 and not path[1].isdecimal():
         raise ValueError("the last part of a Sentinel address is a database number")
     query = dict(parse_qsl(parts.query))
-    unknown = set(query) - {"sentinel_username", "sentinel_password"}
-    if unknown:
-        raise ValueError(f"a Sentinel address takes no {', '.join(sorted(unknown))}")
+    if set(query) - {"sentinel_username", "sentinel_password"}:
+        raise ValueError("a Sentinel address takes sentinel_username and sentinel_password alone")
     return SentinelAddress(
         sentinels=tuple(_host_and_port(host) for host in hosts.split(",")),
         service=unquote(path[0]),
@@ -56,6 +62,16 @@ def parse_address(url: str) -> str | SentinelAddress:
         sentinel_password=query.get("sentinel_password", ""),
         tls=_SENTINEL[scheme],
     )
+
+
+def without_login(url: str) -> str:
+    """To be shown: neither user nor password, whoever they are of."""
+    try:
+        parse_address(url)
+    except ValueError:
+        return "not a ledger address"
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

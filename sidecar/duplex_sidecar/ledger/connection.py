@@ -27,6 +27,10 @@ from duplex_sidecar.ledger.server import (
     check_server,
 )
 
+BAD_ADDRESS = (
+    "not a ledger address (redis://, rediss://, unix://, redis+sentinel://); in user and password"
+    " every one of / # ? @ : % has to be percent-encoded"
+)
 Reply = list[bytes]
 Command = tuple[Argument, ...]
 
@@ -69,8 +73,9 @@ class Connection:
         one that cannot promise `durability`). url: as in `ledger.address`."""
         try:
             pool = make_pool(url, connections=connections, timeout_s=call_timeout_ms / 1000)
-        except ValueError as error:
-            raise LedgerUnsuitable("", f"not a ledger address: {error}") from error
+        except ValueError:
+            # Its text quotes parts of the address, and so perhaps of a password.
+            raise LedgerUnsuitable("", BAD_ADDRESS) from None
         connection = cls(pool, call_timeout_ms, load_timeout_ms, durability)
         try:
             await connection._check_server(durability)

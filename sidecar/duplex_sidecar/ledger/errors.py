@@ -31,7 +31,8 @@ class LedgerUnsuitable(LedgerError):
 
 
 class LedgerFull(LedgerError):
-    """The session's byte limit or the server's memory limit is reached. Nothing was written."""
+    """The session's byte limit, the limit of one record or state, or the server's memory limit is
+    reached. Nothing was written."""
 
 
 class ServerFull(LedgerFull):

@@ -6,13 +6,16 @@ shortens overlap; safety rests on fence, nonce and head in every script.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 import msgspec
 
-from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable
+from duplex_sidecar.ledger.errors import LeaseLost, LedgerError, LedgerUnavailable
+
+log = logging.getLogger(__name__)
 
 LEASE_MS = 3_000
 RENEW_PERIOD_MS = 1_000
@@ -134,12 +137,19 @@ class LeaseKeeper:
         except LedgerUnavailable:
             return RETRY_PERIOD_MS
         except LedgerError as error:
-            self._lost = error
-            self._ended.set()
-            self._news.set()
-            return 0
+            return self._lose(error)
+        except Exception as error:
+            # Nobody renews any more: whoever waits for the lease has to learn of it.
+            log.exception("lease cannot be renewed")
+            return self._lose(LeaseLost(self._lease.session, f"not renewed: {type(error).__name__}"))
         if self.state is LeaseState.SILENT:
             self.silences += 1
         self._lease = lease
         self._news.set()
         return RENEW_PERIOD_MS
+
+    def _lose(self, because: LedgerError) -> int:
+        self._lost = because
+        self._ended.set()
+        self._news.set()
+        return 0

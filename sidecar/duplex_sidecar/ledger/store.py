@@ -113,7 +113,7 @@ class Ledger:
         """Entry 0. state: the opaque snapshot before unit 1. retention_ms: expiry of all keys,
         refreshed by the owner's renewals; None = the options'. Raises `SessionExists`,
         `SessionErased`."""
-        _check_state(state)
+        _check_state(draft.session, state)
         opening = records.Opening(
             **msgspec.structs.asdict(draft),
             schema=records.SCHEMA,
@@ -123,7 +123,7 @@ class Ledger:
             at_ms=_now_ms(),
             prev_hash=records.GENESIS_HASH,
         )
-        stored = _encode(opening)
+        stored = _encode(draft.session, opening)
         digest = records.sha256(stored)
         keys = session_keys(draft.session)
         rows = pack_blobs(reference_rows)
@@ -240,7 +240,7 @@ class Ledger:
         Raises `HeadMismatch`, `LedgerFull` (nothing written).
         """
         if state is not None:
-            _check_state(state)
+            _check_state(lease.session, state)
         record = records.Accepted(
             **msgspec.structs.asdict(draft),
             schema=records.SCHEMA,
@@ -251,7 +251,7 @@ class Ledger:
             at_ms=_now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(record)
+        stored = _encode(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         then = Head(head.index + 1, digest, head.committed_seq, draft.seq)
@@ -278,7 +278,7 @@ class Ledger:
 
         Raises `HeadMismatch`, `LedgerFull`; ValueError when `trim` would drop what is needed.
         """
-        _check_state(state)
+        _check_state(lease.session, state)
         trim.check(draft.seq)
         record = records.Committed(
             **msgspec.structs.asdict(draft),
@@ -288,7 +288,7 @@ class Ledger:
             at_ms=_now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(record)
+        stored = _encode(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         then = Head(head.index + 1, digest, draft.seq, None)
@@ -321,7 +321,7 @@ class Ledger:
             at_ms=_now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(record)
+        stored = _encode(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         place = _PLACES[type(draft)]
@@ -416,16 +416,16 @@ def _optional(blob: bytes | None) -> tuple[Argument, Argument]:
     return ("0", "") if blob is None else ("1", blob)
 
 
-def _encode(record: records.Record) -> bytes:
+def _encode(session: str, record: records.Record) -> bytes:
     stored = records.encode(record)
     if len(stored) > MAX_RECORD_BYTES:
-        raise ValueError(f"a record of {len(stored)} bytes, {MAX_RECORD_BYTES} allowed")
+        raise LedgerFull(session, f"a record of {len(stored)} bytes, {MAX_RECORD_BYTES} allowed")
     return stored
 
 
-def _check_state(state: bytes) -> None:
+def _check_state(session: str, state: bytes) -> None:
     if len(state) > MAX_STATE_BYTES:
-        raise ValueError(f"a state of {len(state)} bytes, {MAX_STATE_BYTES} allowed")
+        raise LedgerFull(session, f"a state of {len(state)} bytes, {MAX_STATE_BYTES} allowed")
 
 
 def _operation() -> str:

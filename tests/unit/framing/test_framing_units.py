@@ -13,6 +13,7 @@ from duplex_sidecar.framing.frames import Frame, read_frame
 from duplex_sidecar.framing.pcm import Samples
 from duplex_sidecar.framing.units import FramerLimits, UnitFramer
 from duplex_sidecar.framing.vad import VadEventKind
+from duplex_sidecar.ledger.store import MAX_STATE_BYTES
 
 pytestmark = pytest.mark.unit
 
@@ -246,3 +247,44 @@ def test_states_are_serialisable() -> None:
     assert framer(state).snapshot() == state
     append = source.take()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(append), type=Append) == append
+
+
+def picture(size_bytes: int) -> Frame:
+    return msgspec.structs.replace(frame(), data=bytes(size_bytes))
+
+
+def test_frames_that_wait_behind_a_unit_fit_into_the_ledgers_state() -> None:
+    """Four appends in one second with a picture of 2.1 MB each: what of them is taken goes with the
+    units, and no unit's `resume` is larger than the ledger takes."""
+    source = framer()
+    refused = 0
+    for _ in range(4):
+        try:
+            source.push(speech(0.25), 16_000, [picture(2_100_000)])
+        except FramingError as error:
+            assert error.code is FramingErrorCode.INPUT_OVERFLOW
+            refused += 1
+            source.push(speech(0.25), 16_000)
+    assert refused == 3
+    (append,) = take_all(source)
+    assert [len(each.data) for each in append.frames] == [2_100_000]
+    source.push(speech(1), 16_000, [picture(2_100_000)])
+    assert len(take_all(source)) == 1
+
+
+def test_the_largest_state_that_framing_can_leave_behind_fits() -> None:
+    limits = FramerLimits()
+    source = framer()
+    source.push(speech(0.01, 192_000), 192_000, [picture(4 * 1024 * 1024)])
+    each = limits.max_state_frame_bytes // (limits.max_pending_groups - 1)
+    for _ in range(limits.max_pending_groups - 1):
+        source.push(speech(0.01, 192_000), 192_000, [picture(each)])
+    with pytest.raises(FramingError) as full:
+        source.push(speech(0.01, 192_000), 192_000, [picture(limits.max_state_frame_bytes)])
+    assert full.value.code is FramingErrorCode.INPUT_OVERFLOW
+    source.push(speech(2, 192_000), 192_000)
+    append = source.take()
+    assert append is not None
+    assert len(append.resume.groups) == limits.max_pending_groups - 1
+    state = msgspec.msgpack.encode(append.resume)
+    assert len(state) < MAX_STATE_BYTES - 1024 * 1024  # the rest of a conversation has that much

@@ -137,3 +137,21 @@ async def test_a_short_absence_is_not_noticed() -> None:
     keeper, time, _ = await run(range(1_900, 3_000), 6_000)
     assert {state for _, state in time.seen} == {LeaseState.HELD}
     assert keeper.silences == 0
+
+
+async def test_an_error_without_a_name_loses_the_lease_instead_of_ending_in_silence() -> None:
+    async def renew(_: Lease) -> Lease:
+        raise RuntimeError("not of the ledger's")
+
+    async def no_sleep(_: float) -> None:
+        await asyncio.sleep(0)
+
+    keeper = LeaseKeeper(renew, LEASE_OF_TEST, clock_ms=lambda: 10**9, sleep=no_sleep)
+    keeper.start()
+    async with asyncio.timeout(2):
+        lost = await keeper.wait_lost()
+        with pytest.raises(LeaseLost):
+            await keeper.wait_held()
+    assert keeper.state is LeaseState.LOST
+    assert isinstance(lost, LeaseLost)
+    await keeper.stop()

@@ -1,10 +1,13 @@
 """What the server says: its errors, its settings, its address."""
 
+import traceback
+
 import pytest
 from redis import exceptions
 from redis._parsers.base import BaseParser
 
-from duplex_sidecar.ledger.address import SentinelAddress, parse_address
+from duplex_sidecar.ledger.address import SentinelAddress, parse_address, without_login
+from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.errors import (
     LedgerCorrupt,
     LedgerError,
@@ -145,3 +148,24 @@ def test_a_wrong_address_is_refused_without_its_password(rest: str) -> None:
     with pytest.raises(ValueError, match="Sentinel") as error:
         parse_address(f"redis+sentinel://{rest}")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:12#34secret@h:6379/0", "redis://u:12/secret@h", "redis://u:12?secret@h",
+     "redis://secret/x@h", "redis://u:secret]@h", "redis://u:secret:x", "rubbish://secret",
+     "redis+sentinel://u:p?secret=1@a:1/main", "redis+sentinel://u:secret[@a/main"],
+)  # fmt: skip
+async def test_no_part_of_a_password_gets_into_an_error(url: str) -> None:
+    with pytest.raises(LedgerUnsuitable) as error:
+        await Connection.connect(url, call_timeout_ms=50, load_timeout_ms=50, connections=1)
+    told = "".join(traceback.format_exception(error.value))
+    assert "secret" not in told
+    assert "12" not in told.splitlines()[-1]
+
+
+def test_an_address_is_shown_without_its_login() -> None:
+    assert without_login("redis://u:secret@h:1/2?password=secret") == "redis://h:1/2"
+    assert without_login("redis+sentinel://u:p@a:1,b/main") == "redis+sentinel://a:1,b/main"
+    assert without_login("unix:///run/valkey.sock") == "unix:///run/valkey.sock"
+    assert without_login("redis://u:sec#ret@h") == "not a ledger address"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duplex_api.manifest import load_manifest
-from duplex_api.routes import RouteRecord, route_key, route_uid
+from duplex_api.routes import RouteRecord, call_key, route_key, route_uid
 from duplex_api.session import SessionPhase
 from duplex_api.window import DEFAULT_WINDOW
 from duplex_operator.apply import Throttle
@@ -128,6 +128,7 @@ def test_route_records_come_back_and_keys_are_ours_alone() -> None:
     assert RouteRecord.from_hash(record.to_hash()) == record
     assert RouteRecord.from_hash({}) is None
     assert route_uid(route_key("u-1")) == "u-1"
+    assert call_key("u-1") == "duplex:{u-1}:call"
     assert route_uid("duplex:{u-1}:meta") is None
     with pytest.raises(ValueError, match="session id"):
         route_key("a}b")
