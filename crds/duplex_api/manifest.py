@@ -39,6 +39,19 @@ class Manifests:
     pools: tuple[DuplexPool, ...]
     others: tuple[str, ...]
 
+    def only_session(self, name: str | None = None) -> DuplexSession:
+        """The file's one DuplexSession, or the one called `name`. Raises ManifestError."""
+        sessions = [each for each in self.sessions if name in (None, each.metadata.name)]
+        if len(sessions) == 1:
+            return sessions[0]
+        names = ", ".join(session.metadata.name for session in sessions)
+        found = (
+            f"holds {len(sessions)} of kind {SESSION_KIND} ({names})"
+            if sessions
+            else (f"holds no {SESSION_KIND}" + (f" named {name}" if name else ""))
+        )
+        raise ManifestError([Problem("", found, f"exactly one {SESSION_KIND}")])
+
     def pool_of(self, session: DuplexSession) -> PoolSpec | None:
         """The spec of the session's pool, if this file holds it."""
         wanted = session.spec.pool_ref
@@ -51,20 +64,7 @@ class Manifests:
 
 def load_manifest(text: str, name: str | None = None) -> DuplexSession:
     """The file's one DuplexSession, or the one called `name`. Raises ManifestError."""
-    sessions = [
-        session
-        for session in load_manifests(text).sessions
-        if name is None or session.metadata.name == name
-    ]
-    if len(sessions) == 1:
-        return sessions[0]
-    names = ", ".join(session.metadata.name for session in sessions)
-    found = (
-        f"holds {len(sessions)} of kind {SESSION_KIND} ({names})"
-        if sessions
-        else (f"holds no {SESSION_KIND}" + (f" named {name}" if name else ""))
-    )
-    raise ManifestError([Problem("", found, f"exactly one {SESSION_KIND}")])
+    return load_manifests(text).only_session(name)
 
 
 def load_manifests(text: str) -> Manifests:

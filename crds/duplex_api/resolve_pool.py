@@ -50,7 +50,8 @@ class ResolvedScaling:
 class ResolvedPool:
     """image None: the release's. gpu None: CPUs. scaling None: exactly `replicas` pods.
 
-    voices_claim, otlp_endpoint, template None: nothing of the kind.
+    voices_claim, otlp_endpoint, template None: nothing of the kind. trace_sample_ratio None: the
+    sidecar's default.
     """
 
     checkpoint: Checkpoint
@@ -67,6 +68,7 @@ class ResolvedPool:
     max_surge: int
     voices_claim: str | None
     otlp_endpoint: str | None
+    trace_sample_ratio: float | None
     template: PodTemplate | None
 
 
@@ -93,6 +95,7 @@ def resolve_pool(spec: PoolSpec) -> ResolvedPool:
         max_surge=surge,
         voices_claim=spec.voices.claim_name if spec.voices else None,
         otlp_endpoint=spec.telemetry.otlp_endpoint if spec.telemetry else None,
+        trace_sample_ratio=spec.telemetry.sample_ratio if spec.telemetry else None,
         template=spec.template,
     )
 

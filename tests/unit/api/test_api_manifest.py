@@ -1,5 +1,7 @@
 """Manifests: what is taken, what is refused, and how it is said."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_api import yaml_text
 from duplex_api.constants import API_VERSION
 from duplex_api.manifest import ManifestError, load_manifest, load_manifests
 from duplex_api.resolve import resolve_session
@@ -229,3 +232,74 @@ def test_no_spec_makes_it_fail_in_another_way(spec: dict[str, Any]) -> None:
 @given(st.text(max_size=60))
 def test_no_text_makes_it_fail_in_another_way(text: str) -> None:
     assert says_something(text)
+
+
+ODD = '\x7f\x85\x9f\u2028\u2029\ufeff\uffff \U0001f600 \\ud83d \\\\ " / \t\n'
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(ODD)))
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_json_is_taken_as_json(text: str, ascii_only: bool) -> None:
+    """Whichever characters its strings hold, and however they are written."""
+    value = {"a": {"text": text + ODD}, "b": [text]}
+    for indent in (None, 2):
+        given_text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+        (document,) = read_documents(given_text)
+        assert document.value == value
+    assert document.lines["b"] == json.dumps(value, indent=2).split('"b"')[0].count("\n") + 1
+
+
+def test_a_manifest_in_json_keeps_its_prompt() -> None:
+    spec = {"poolRef": {"name": "demo"}, "prompt": f"one{ODD}two"}
+    manifest = {"apiVersion": API_VERSION, "kind": "DuplexSession", "spec": spec}
+    text = json.dumps(manifest | {"metadata": {"name": "talk"}}, ensure_ascii=False)
+    assert load_manifest(text).spec.prompt == f"one{ODD}two"
+
+
+# --- texts that are made to keep a reader busy ----------------------------------------------------
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ManifestError) as caught:
+        load_manifests(text)
+    return str(caught.value)
+
+
+def test_a_text_is_read_no_further_than_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "MAX_VALUES", 1_000)
+    started = time.process_time()
+    assert "too many documents (allowed: at most 16)" in refusal("---\na: 1\n" * 29_000)
+    assert "line 1: : holds too many values" in refusal(f"x: [{'1,' * 250_000}1]\n")
+    wide = "".join(f"k{n}: {n}\n" for n in range(60_000))
+    assert "holds too many values (allowed: at most 1000)" in refusal(HEAD + wide)
+    # Far below what it takes to read all of these texts, a minute.
+    assert time.process_time() - started < 5
+
+
+def test_values_are_bounded_over_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "MAX_VALUES", 1_000)
+    document = f"x: [{'1,' * 299}1]\n"
+    assert len(read_documents("---\n".join([document] * 3))) == 3
+    assert "holds too many values" in refusal("---\n".join([document] * 4))
+    expands = f"a: &a [{'1,' * 199}1]\nb: *a\n"
+    assert len(read_documents("---\n".join([expands] * 2))) == 2
+    assert "expands to too many values" in refusal("---\n".join([expands] * 3))
+
+
+def test_the_first_of_many_merges_is_kept() -> None:
+    wide = "".join(f"  k{n}: {n}\n" for n in range(1_500))
+    text = f"a: &a\n{wide}b: &b {{}}\nc:\n  <<: [*a{', *b' * 4_000}]\n"
+    (document,) = read_documents(text)
+    assert isinstance(document.value, dict)
+    assert document.value["c"] == document.value["a"]
+
+
+def test_a_long_path_is_refused_before_it_is_kept_with_each_value() -> None:
+    text = f"? {'k' * 2_000}\n: [{'1,' * 1_000}1]\n"
+    assert "path is too long" in refusal(text)
+
+
+@pytest.mark.parametrize("digits", ["0x" + "f" * 5_000, "9" * 5_000, "0b" + "1" * 5_000])
+def test_an_absurd_number_is_refused(digits: str) -> None:
+    found = problems(session_text(f"sampling: {{seed: {digits}}}"))
+    assert list(found) == ["spec.sampling.seed"]

@@ -1,7 +1,9 @@
 """Decoding camera frames: limits, damage, and the blocks that come out."""
 
+import contextlib
 import io
 import struct
+import time
 import zlib
 
 import numpy as np
@@ -115,3 +117,76 @@ def test_the_second_frame_is_named_and_a_third_is_refused():
         frame_blocks([picture(20, 20), b""])
     with pytest.raises(FrameError, match="3 frames"):
         frame_blocks([picture(20, 20)] * 3)
+
+
+# --- what stands in a file beside the picture -----------------------------------------------------
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    checked = kind + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def best_of(times: int, data: bytes) -> float:
+    """Seconds that a frame costs when nobody else is in the way."""
+    found: list[float] = []
+    for _ in range(times):
+        started = time.perf_counter()
+        with contextlib.suppress(FrameError):
+            frame_blocks([data])
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+BOMB = zlib.compress(bytes(1 << 20), 9)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize(
+    "content", [b"a\0\0" + BOMB, b"Exif\0\0", b"MPF\0"], ids=["profile", "note", "pictures"]
+)
+def test_what_stands_beside_the_picture_costs_nothing(kind: str, content: bytes) -> None:
+    plain = picture(256, 256, kind=kind)
+    if kind == "PNG":
+        full = plain[:33] + chunk(b"iCCP", content) * 1000 + plain[33:]
+    else:
+        segment = b"\xff\xe2" + struct.pack(">H", 2 + len(content)) + content
+        full = plain[:2] + segment * 40 + plain[2:]
+    assert (frame_blocks([full])[0] == frame_blocks([plain])[0]).all()
+    assert best_of(3, full) < 10 * best_of(3, plain) + 0.05
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        picture(64, 64)[:33] + chunk(b"IDAT", b"") * 100_000,
+        picture(64, 64, kind="JPEG")[:2] + b"\xff\xdb\0\2" * 100_000,
+        picture(64, 64, kind="JPEG")[:2] + (b"\xff\xdb\xff\xff" + bytes(65_533)) * 60,
+        picture(64, 64, kind="JPEG")[:-2] + b"\xff\xda\0\2" * 100_000,
+    ],
+    ids=["chunks", "segments", "tables", "scans"],
+)
+def test_a_flood_of_parts_is_refused_at_once(data: bytes) -> None:
+    with pytest.raises(FrameError, match="more than"):
+        frame_blocks([data])
+    assert best_of(3, data) < 10 * best_of(3, picture(256, 256)) + 0.05
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_keeps_its_colours(mode: str, progressive: bool) -> None:
+    file = io.BytesIO()
+    made = Image.open(io.BytesIO(picture(64, 48))).convert(mode)
+    made.save(file, "JPEG", quality=95, progressive=progressive, comment=b"note", exif=b"Exif\0\0")
+    expected = Image.open(io.BytesIO(file.getvalue())).convert("RGB").resize((518, 392), 3)
+    (block,) = frame_blocks([file.getvalue()])
+    assert abs(np.asarray(expected).mean((0, 1)) / 127.5 - 1 - block.mean((1, 2))).max() < 0.02
+
+
+@pytest.mark.parametrize("interlace", [0, 1])
+def test_a_png_keeps_palette_and_transparency(interlace: int) -> None:
+    file = io.BytesIO()
+    made = Image.open(io.BytesIO(picture(60, 40, mode="P")))
+    made.save(file, "PNG", transparency=3, interlace=interlace)
+    again = frame_blocks([file.getvalue()])[0]
+    assert (again == frame_blocks([picture(60, 40, mode="P")])[0]).all()

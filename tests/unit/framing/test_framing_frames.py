@@ -1,7 +1,9 @@
 """Camera frames are checked by their headers."""
 
+import contextlib
 import io
 import struct
+import time
 import zlib
 
 import pytest
@@ -73,3 +75,70 @@ def test_damaged_headers_never_raise_anything_else(kind: str, data: st.DataObjec
     except FramingError:
         return
     assert frame.size.width >= 1
+
+
+# --- files that are made to keep a reader busy ----------------------------------------------------
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    checked = kind + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def png_with(extra: bytes) -> bytes:
+    """A picture with `extra`, over and over, between its header and its pixels."""
+    plain = image("PNG")
+    times = (MAX_FRAME_BYTES - len(plain)) // len(extra)
+    return plain[:33] + extra * times + plain[33:]
+
+
+def jpeg_with(extra: bytes) -> bytes:
+    plain = image("JPEG")
+    return plain[:2] + extra * ((MAX_FRAME_BYTES - len(plain)) // len(extra)) + plain[2:]
+
+
+def best_of(times: int, data: bytes) -> float:
+    """Seconds that reading a frame takes when nobody else is in the way."""
+    found: list[float] = []
+    for _ in range(times):
+        started = time.perf_counter()
+        with contextlib.suppress(FramingError):
+            read_frame(data)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+BOMB = zlib.compress(bytes(1 << 20), 9)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(png_with(chunk(b"iCCP", b"a\0\0" + BOMB)), id="profiles that inflate"),
+        pytest.param(png_with(chunk(b"zTXt", b"a\0\0" + BOMB)), id="texts that inflate"),
+        pytest.param(png_with(chunk(b"prVt", b"")), id="many chunks"),
+        pytest.param(jpeg_with(b"\xff\xe5\0\2"), id="many segments"),
+        pytest.param(jpeg_with(b"\xff\xfe\0\2"), id="many comments"),
+        pytest.param(jpeg_with(b"\xff\xe1\0\x08Exif\0\0"), id="many notes"),
+        pytest.param(jpeg_with(b"\xff\xdb\0\2"), id="many tables"),
+        pytest.param(jpeg_with(b"\xff"), id="padding"),
+    ],
+)
+def test_no_file_keeps_the_sidecar_busy(data: bytes) -> None:
+    assert best_of(3, data) < 50 * best_of(3, image("JPEG")) + 0.002
+
+
+@pytest.mark.parametrize(
+    "data", [jpeg_with(b"\xff\xfe\0\2"), jpeg_with(b"\xff"), b"\xff\xd8\xff\xd9" + bytes(90)]
+)
+def test_a_jpeg_that_does_not_come_to_its_pixels_is_refused(data: bytes) -> None:
+    with pytest.raises(FramingError) as caught:
+        read_frame(data)
+    assert caught.value.code is FramingErrorCode.FRAME_UNREADABLE
+
+
+@pytest.mark.parametrize("segments", [0, 40])
+def test_a_camera_may_write_notes_and_profiles(segments: int) -> None:
+    plain = image("JPEG")
+    notes = (b"\xff\xe1\xff\xff" + bytes(65_533)) * segments
+    assert read_frame(plain[:2] + notes + plain[2:]).size == FrameSize(64, 48)

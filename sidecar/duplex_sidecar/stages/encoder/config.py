@@ -16,6 +16,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch: sessions whose chunks may share one pass. 1 makes a session's rows independent of its
     neighbours to the last bit; more is for devices where single chunks leave most of it idle.
     load_format dummy: random weights of the checkpoint's shape; only config.json is read.
+    voices_dir: looked into before the checkpoint's own voices; empty: nowhere else.
     """
 
     checkpoint: str
@@ -24,6 +25,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_sessions: int
     max_batch: int = 1
     load_format: LoadFormat = LoadFormat.AUTO
+    voices_dir: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_batch"):

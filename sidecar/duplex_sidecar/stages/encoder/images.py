@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from duplex_sidecar.framing.image_files import bare_jpeg, bare_png, is_jpeg, is_png
 from duplex_sidecar.model.minicpmo45.constants import MAX_FRAMES_PER_APPEND
 from duplex_sidecar.model.minicpmo45.framing import FrameSize, ImageBlock, image_blocks
 
@@ -48,7 +49,7 @@ def _decoded(index: int, data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             # Pillow warns about sizes that are refused here anyway.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            image = Image.open(io.BytesIO(_bare(data)), formats=_FORMATS)
         width, height = image.size
         if max(width, height) <= MAX_FRAME_SIDE_PIXELS and width * height <= MAX_FRAME_PIXELS:
             return image.convert("RGB")
@@ -56,6 +57,14 @@ def _decoded(index: int, data: bytes) -> Image.Image:
         # The decoders raise anything from SyntaxError to struct.error on damaged input.
         raise FrameError(f"frame {index}: {type(error).__name__}: {error}") from None
     raise FrameError(f"frame {index}: {width} x {height} pixels are too many")
+
+
+def _bare(data: bytes) -> bytes:
+    """The picture alone: Pillow reads, and inflates, whatever else stands in a file, and this
+    process serves all sessions. Raises ImageFileError."""
+    if is_png(data):
+        return bare_png(data)
+    return bare_jpeg(data) if is_jpeg(data) else data
 
 
 def _cut(image: Image.Image, blocks: Sequence[ImageBlock]) -> list[Pixels]:
