@@ -10,15 +10,17 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse, Response
 
 from duplex_gateway.client_socket import ClientSocket
-from duplex_gateway.credentials import FailedAttempts, bearer_token
+from duplex_gateway.credentials import FailedAttempts
 from duplex_gateway.ending import SERVICE_RESTART, Ended
+from duplex_gateway.held import HeldLimits
 from duplex_gateway.metrics import PROMETHEUS_CONTENT_TYPE, CallEnd, Metrics
 from duplex_gateway.relay import Call, CallParts
-from duplex_gateway.resume import HeldLimits, ResumeState
+from duplex_gateway.resume import ResumeState
 from duplex_gateway.routing import Directory, connect_directory, token_matches
 from duplex_gateway.settings import GatewaySettings
 from duplex_gateway.watch import LeaseWatch
-from duplex_sidecar.doors.openai_wire import Resume, parse_message
+from duplex_sidecar.doors.bearer import bearer_token
+from duplex_sidecar.doors.first_message import resume_point
 from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.telemetry.logs import log_context
@@ -26,7 +28,6 @@ from duplex_sidecar.telemetry.logs import log_context
 log = logging.getLogger(__name__)
 
 LEDGER_RETRY_S = 0.5
-FIRST_MESSAGE_TIMEOUT_S = 10.0
 HANG_UP_TIMEOUT_S = 5.0
 REALTIME_PATH = "/v1/realtime"
 
@@ -179,17 +180,9 @@ class Gateway:
 
 async def _resume_point(client: ClientSocket) -> int:
     try:
-        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
-            message = parse_message(await client.receive())
-    except (TimeoutError, ClientError):
-        message = None
-    if not isinstance(message, Resume):
-        raise Ended.because(
-            CallEnd.REFUSED,
-            ErrorCode.OUT_OF_ORDER_EVENT,
-            "resume=1 needs session.resume as first message",
-        )
-    return message.last_received_server_event_seq
+        return await resume_point(client.receive())
+    except ClientError as error:
+        raise Ended.because(CallEnd.REFUSED, error.code, error.detail) from None
 
 
 def _shutting_down() -> Ended:

@@ -1,24 +1,7 @@
-"""Who a client says it is, and how often an address may be wrong about it."""
+"""How often an address may be wrong about who it is."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Final
-
-_TOKEN_PROTOCOL = "openai-insecure-api-key."
-
-
-def bearer_token(headers: Mapping[str, str]) -> tuple[str, str | None]:
-    """(token, subprotocol to confirm), as the sidecar's door takes them: `Authorization: Bearer`,
-    or, for browsers, a subprotocol. An absent token is the empty string."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    offered = [part.strip() for part in headers.get("sec-websocket-protocol", "").split(",")]
-    confirmed = "realtime" if "realtime" in offered else None
-    if scheme.lower() == "bearer" and token:
-        return token.strip(), confirmed
-    for part in offered:
-        if part.startswith(_TOKEN_PROTOCOL):
-            return part.removeprefix(_TOKEN_PROTOCOL), confirmed
-    return "", confirmed
 
 
 class FailedAttempts:

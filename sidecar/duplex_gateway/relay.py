@@ -14,13 +14,21 @@ from duplex_gateway.client_socket import ClientSocket
 from duplex_gateway.decide import Dial, Over, Wait, WaitReason, decide
 from duplex_gateway.ending import SERVICE_RESTART, TRY_AGAIN_LATER, Ended
 from duplex_gateway.exchange import Exchange, first_end
+from duplex_gateway.held import Room
 from duplex_gateway.metrics import CallEnd, Metrics
-from duplex_gateway.resume import ResumeState, Room
+from duplex_gateway.resume import ResumeState
 from duplex_gateway.routing import Directory, token_matches
 from duplex_gateway.upstream import Lost, Unreachable, Upstream, dialled
 from duplex_gateway.waiting import REST_S, Patience
 from duplex_gateway.watch import LeaseWatch
-from duplex_gateway.wire import Kind, error_event, queued_event, read_client_message
+from duplex_gateway.wire import (
+    ClientMessage,
+    Kind,
+    error_event,
+    queued_event,
+    read_client_message,
+)
+from duplex_sidecar.doors.openai_wire import MAX_CONTROL_BYTES
 from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable
 from duplex_sidecar.protocol.errors import ErrorCode
 
@@ -92,28 +100,38 @@ class Call:
     async def _listen(self) -> NoReturn:
         while True:
             said = read_client_message(await self._client.receive())
-            held = said.kind in (Kind.APPEND, Kind.OTHER)
-            if held and not await self._has_room():
+            refusal = await self._refusal(said)
+            if refusal is not None:
                 self._metrics.input_refused()
-                await self._client.send(
-                    error_event(ErrorCode.INPUT_OVERFLOW, event_id=said.event_id)
-                )
+                await self._client.send(refusal)
                 continue
             for answer in self._state.take(said):
                 await self._client.send(answer)
             self._input.set()
 
-    async def _has_room(self) -> bool:
+    async def _refusal(self, said: ClientMessage) -> bytes | None:
+        """The error for a message that is not taken. Whatever may have to wait for an owner asks
+        for room; a heartbeat never waits for it, and is answered without an owner."""
+        if said.kind is Kind.TOO_LARGE:
+            detail = f"an event without sound may have {MAX_CONTROL_BYTES} bytes"
+            return error_event(ErrorCode.INVALID_EVENT, detail, said.event_id)
+        if said.kind is Kind.HEARTBEAT:
+            free = not self._state.connected or self._state.room(sound=False) is not Room.NONE
+        else:
+            free = await self._has_room(sound=said.kind in (Kind.APPEND, Kind.OTHER))
+        return None if free else error_event(ErrorCode.INPUT_OVERFLOW, event_id=said.event_id)
+
+    async def _has_room(self, *, sound: bool) -> bool:
         """Waits for an acknowledgement that is due, or for the next owner, but not for ever."""
-        if self._state.room() is Room.SOON and not self._impatient:
+        if self._state.room(sound=sound) is Room.SOON and not self._impatient:
             try:
                 async with asyncio.timeout(ROOM_TIMEOUT_S):
-                    while self._state.room() is Room.SOON:
+                    while self._state.room(sound=sound) is Room.SOON:
                         self._room.clear()
                         await self._room.wait()
             except TimeoutError:
                 self._impatient = True
-        free = self._state.room() is Room.FREE
+        free = self._state.room(sound=sound) is Room.FREE
         self._impatient = self._impatient and not free
         return free
 

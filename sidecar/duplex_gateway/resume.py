@@ -9,12 +9,12 @@ far it has them; the rest is sent again as it was, the message in which that pos
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
+from duplex_gateway.held import HeldLimits, HeldMessage, Room
 from duplex_gateway.wire import (
     GATEWAY_ID_PREFIX,
     ClientMessage,
@@ -27,32 +27,12 @@ from duplex_gateway.wire import (
     heartbeat_ack,
     read_server_event,
     with_error_id,
-    with_fields,
 )
 from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
 _ROOM_TO_NAME_BYTES: Final = 256
 """A message that is nearly as large as may be is not made larger by a name."""
-
-
-class HeldLimits(msgspec.Struct, frozen=True):
-    """What is kept of input that is not durable yet. audio_s, bytes, messages: beyond them nothing
-    more is read for now. due_s: with so much audio on its way an acknowledgement is sure to come,
-    a unit being one second. hard_bytes: beyond them input is refused in any case."""
-
-    audio_s: float = 10.0
-    due_s: float = 2.0
-    bytes: int = 16 * 1024 * 1024
-    hard_bytes: int = 32 * 1024 * 1024
-    messages: int = 4096
-
-
-class Room(StrEnum):
-    FREE = "free"
-    SOON = "soon"
-    """An acknowledgement is due, or the next owner's greeting; it makes room."""
-    NONE = "none"
 
 
 class Pass(StrEnum):
@@ -75,36 +55,6 @@ class Verdict(msgspec.Struct, frozen=True):
     event: ServerEvent | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _Item:
-    """name: the event id under which the sidecar gets it. cut_from: position of its first sample,
-    where the owner has that sample already. answered: the client has the answer."""
-
-    said: ClientMessage
-    name: str | None
-    samples: int = 0
-    cut_from: int | None = None
-    answered: bool = False
-
-    @property
-    def message(self) -> Message:
-        fields: dict[str, object] = {}
-        if self.name is not None:
-            fields["event_id"] = self.name
-        if self.cut_from is not None:
-            fields["from_sample"] = self.cut_from
-        return with_fields(self.said.message, **fields) if fields else self.said.message
-
-    def end(self, position: int) -> int:
-        """Position behind this message if the session stands at `position` before it."""
-        start = self.said.from_sample
-        if start is None:
-            return position + self.samples
-        if start > position:
-            return position  # a gap: the session refuses it
-        return max(position, start + self.samples)
-
-
 class ResumeState:
     """Of one client connection. Nothing here waits."""
 
@@ -116,18 +66,21 @@ class ResumeState:
         self._start_sequence = 0
         self._position = 0
         """Of the session before the oldest message that is kept."""
-        self._sent: deque[_Item] = deque()
+        self._sent: deque[HeldMessage] = deque()
         """The present owner has it, or is about to; not durable yet."""
-        self._waiting: deque[_Item] = deque()
+        self._waiting: deque[HeldMessage] = deque()
         """To be sent to the present or the next owner."""
-        self._base: _Item | None = None
+        self._base: HeldMessage | None = None
         """What set the format in force before the oldest message that is kept."""
         self._base_format = InputFormat()
         self._newest_format = InputFormat()
-        self._formats_first: deque[_Item] = deque()
+        self._formats_first: deque[HeldMessage] = deque()
         """Have to be said on this connection before anything else: the one in force, behind those
         that the client has no answer to."""
-        self._unanswered: dict[Kind, deque[_Item]] = {Kind.FORMAT: deque(), Kind.CLEAR: deque()}
+        self._unanswered: dict[Kind, deque[HeldMessage]] = {
+            Kind.FORMAT: deque(),
+            Kind.CLEAR: deque(),
+        }
         self._heartbeats: deque[str | None] = deque()
         self._held_bytes = self._held_samples = 0
         self._there_bytes = self._there_samples = 0
@@ -163,16 +116,17 @@ class ResumeState:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def room(self) -> Room:
-        """Whether one more append may be taken."""
+    def room(self, *, sound: bool = True) -> Room:
+        """Whether one more message may be taken. sound: it may carry audio, of which no more than
+        so many seconds wait; of the others only bytes and messages count."""
         limits = self._limits
         held_bytes = self._held_bytes - self._there_bytes
         audio_s = (self._held_samples - self._there_samples) / self._newest_format.rate_hz
-        messages = len(self._sent) + len(self._waiting)
+        messages = len(self._sent) + len(self._waiting) + len(self._heartbeats)
         if held_bytes >= limits.hard_bytes or messages >= 3 * limits.messages:
             return Room.NONE
         enough = held_bytes >= limits.bytes or messages >= 2 * limits.messages
-        if audio_s < limits.audio_s and not enough:
+        if (audio_s < limits.audio_s or not sound) and not enough:
             return Room.FREE
         due = audio_s >= limits.due_s or not self.connected
         return Room.SOON if due else Room.FREE
@@ -181,7 +135,7 @@ class ResumeState:
         """A client's message, to be sent in its turn. Returns what answers it at once."""
         if said.kind is Kind.HEARTBEAT and not self.connected:
             return [heartbeat_ack(said.event_id)]
-        item = _Item(said, self._name(said))
+        item = HeldMessage(said, self._name(said))
         if said.kind is Kind.APPEND:
             item.samples = self._newest_format.samples(max(0, said.payload_bytes))
         elif said.format is not None:
@@ -250,13 +204,20 @@ class ResumeState:
         kind = item.said.kind
         if kind is Kind.HEARTBEAT:
             self._heartbeats.append(item.said.event_id)
-        if kind in (Kind.HEARTBEAT, Kind.OTHER):
+        if kind in (Kind.HEARTBEAT, Kind.OTHER) or (
+            kind is Kind.COMMIT and not self._closes_anything()
+        ):
             self._held_bytes -= item.said.size_bytes
             return item.message
         if kind in self._unanswered:
             self._unanswered[kind].append(item)
         self._sent.append(item)
         return item.message
+
+    def _closes_anything(self) -> bool:
+        """Whether something is kept that a commit, sent now, makes durable; if not, nobody would
+        ever say that the commit can be let go."""
+        return bool(self._sent) and self._sent[-1].said.kind is not Kind.COMMIT
 
     def hear(self, message: bytes) -> Verdict:
         """A message of the present owner."""
@@ -323,7 +284,7 @@ class ResumeState:
             Pass.FORWARD, with_error_id(message, item.said.event_id if item else None), event
         )
 
-    def _forget(self, name: str) -> _Item | None:
+    def _forget(self, name: str) -> HeldMessage | None:
         """A message that was refused: the session goes on as if it had never been sent."""
         item = next((item for item in self._sent if item.name == name), None)
         if item is None:
@@ -348,7 +309,7 @@ class ResumeState:
         self._names += 1
         return f"{GATEWAY_ID_PREFIX}{self._names}"
 
-    def _items(self) -> Iterable[_Item]:
+    def _items(self) -> Iterable[HeldMessage]:
         yield from self._sent
         yield from self._waiting
 
@@ -370,11 +331,11 @@ class ResumeState:
             item = self._sent.popleft()
             self._held_bytes -= item.said.size_bytes
             self._held_samples -= item.samples
-            self._position = item.end(self._position) if _has_samples(item) else self._position
+            self._position = item.end(self._position) if item.has_samples else self._position
             if item.said.format is not None:
                 self._base, self._base_format = item, item.said.format
 
-    def _is_done(self, item: _Item, durable_sample: int) -> bool:
+    def _is_done(self, item: HeldMessage, durable_sample: int) -> bool:
         match item.said.kind:
             case Kind.APPEND:
                 end = item.end(self._position)
@@ -396,7 +357,7 @@ class ResumeState:
         while self._waiting:
             item = self._waiting[0]
             before = position < received_sample
-            end = item.end(position) if _has_samples(item) else position
+            end = item.end(position) if item.has_samples else position
             match item.said.kind:
                 case Kind.APPEND | Kind.COMMIT if before and end <= received_sample:
                     position = end
@@ -417,10 +378,6 @@ class ResumeState:
         else:
             self._position += received_sample - position
         return owed
-
-
-def _has_samples(item: _Item) -> bool:
-    return item.said.kind is Kind.APPEND
 
 
 def is_farewell(code: str | None) -> bool:

@@ -6,37 +6,21 @@ import logging
 import signal
 import socket
 from collections.abc import Generator
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from duplex_gateway.app import Gateway, create_app, create_health_app
 from duplex_gateway.settings import GatewaySettings
 from duplex_gateway.tls import Certificate
+from duplex_sidecar.doors.http import DoorHttp
 from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
 from duplex_sidecar.doors.websocket import DoorWebSocket
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 10.0
-"""For a connection's first request."""
 SHUTDOWN_TIMEOUT_S = 5
-
-
-class DoorHttp(H11Protocol):
-    """HTTP up to the upgrade. A connection that asks for nothing is closed."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(REQUEST_TIMEOUT_S, self._close_idle)
-
-    def _close_idle(self) -> None:
-        upgraded = self.transport.get_protocol() is not self
-        asked = cast("object | None", self.cycle)
-        if not upgraded and asked is None:
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -56,7 +40,11 @@ async def serve(
     client_side = _Server(_client_config(settings, create_app(gateway)))
     health_side = _Server(
         uvicorn.Config(
-            create_health_app(gateway), log_config=None, access_log=False, lifespan="off"
+            create_health_app(gateway),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http=DoorHttp,
         )
     )
     client_side.config.load()

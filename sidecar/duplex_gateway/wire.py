@@ -10,7 +10,12 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from duplex_sidecar.doors.openai_wire import MAX_ID_CHARACTERS, parse_message, render_event
+from duplex_sidecar.doors.openai_events import render_event
+from duplex_sidecar.doors.openai_wire import (
+    MAX_CONTROL_BYTES,
+    MAX_ID_CHARACTERS,
+    parse_message,
+)
 from duplex_sidecar.protocol.commands import (
     AudioEncoding,
     ClearInput,
@@ -59,7 +64,9 @@ class Kind(StrEnum):
     HEARTBEAT = "heartbeat"
     CLOSE = "close"
     OTHER = "other"
-    """Passed on once and forgotten: what is refused whoever gets it."""
+    """Passed on once and forgotten: what is refused whoever gets it, or says nothing."""
+    TOO_LARGE = "too_large"
+    """Refused here: an event without sound that is larger than `MAX_CONTROL_BYTES`."""
 
 
 class ClientMessage(msgspec.Struct, frozen=True):
@@ -81,6 +88,7 @@ class _Head(msgspec.Struct):
     type: str
     event_id: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)] | None = None
     audio: str = ""
+    video_frames: tuple[msgspec.Raw, ...] = ()
     from_sample: int | None = None
 
 
@@ -91,11 +99,16 @@ def read_client_message(message: Message) -> ClientMessage:
     """Never raises: what cannot be read is passed on, and refused by the one who has to know."""
     try:
         head = _decode_head(message)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return ClientMessage(Kind.OTHER, message)
     if head.type == "input_audio_buffer.append":
         size = base64_bytes(head.audio)
+        if size == 0 and not head.video_frames:
+            # Nothing in it becomes durable: kept until then, it would be kept for ever.
+            return ClientMessage(Kind.OTHER, message, head.event_id)
         return ClientMessage(Kind.APPEND, message, head.event_id, size, head.from_sample)
+    if len(message) > MAX_CONTROL_BYTES:
+        return ClientMessage(Kind.TOO_LARGE, "", head.event_id)
     try:
         command = parse_message(message)
     except ClientError:

@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_while_it_waits(ground: Yard, front: Gate) ->
 async def test_a_connection_that_asks_for_nothing(
     front: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duplex_gateway.server.REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
     async with asyncio.timeout(5):
         assert await reader.read() == b""

@@ -1,13 +1,15 @@
 """Who is dialled, who waits, what a close means; tokens, patience, settings, certificates."""
 
-from typing import Any
+import asyncio
+import json
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from duplex_api.routes import RouteRecord
 from duplex_api.session import SessionPhase
-from duplex_gateway.credentials import FailedAttempts, bearer_token
+from duplex_gateway.credentials import FailedAttempts
 from duplex_gateway.decide import (
     Dial,
     Finish,
@@ -21,14 +23,16 @@ from duplex_gateway.decide import (
 from duplex_gateway.ending import Ended
 from duplex_gateway.metrics import CallEnd
 from duplex_gateway.resume import is_farewell
-from duplex_gateway.routing import token_matches
+from duplex_gateway.routing import Directory, token_matches
 from duplex_gateway.settings import GatewaySettings, settings_from
 from duplex_gateway.waiting import MOST_SHORT_CONNECTIONS, Patience
-from duplex_gateway.watch import Watched
+from duplex_gateway.watch import LeaseWatch, Watched
 from duplex_gateway.wire import Kind, base64_bytes, read_client_message
+from duplex_sidecar.doors.bearer import bearer_token
+from duplex_sidecar.doors.openai_wire import MAX_CONTROL_BYTES, parse_message
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
-from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
+from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 
 pytestmark = pytest.mark.unit
 
@@ -167,6 +171,49 @@ def test_token_matches() -> None:
     assert not token_matches("", empty)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "input_audio_buffer.commit"},
+        {"type": "input_audio_buffer.clear"},
+        {"type": "session.close"},
+        {"type": "session.heartbeat"},
+        {"type": "session.update", "session": {"type": "realtime"}},
+    ],
+)
+def test_events_without_sound_are_small(event: dict[str, Any]) -> None:
+    def message(size: int) -> str:
+        bare = json.dumps(event | {"event_id": "mine", "more": ""})
+        return json.dumps(event | {"event_id": "mine", "more": "x" * (size - len(bare))})
+
+    assert read_client_message(message(MAX_CONTROL_BYTES)).kind is not Kind.TOO_LARGE
+    large = read_client_message(message(MAX_CONTROL_BYTES + 1))
+    assert (large.kind, large.event_id, large.size_bytes) == (Kind.TOO_LARGE, "mine", 0)
+    with pytest.raises(ClientError) as refused:
+        parse_message(message(MAX_CONTROL_BYTES + 1))
+    assert refused.value.code is ErrorCode.INVALID_EVENT
+
+
+async def test_a_look_at_leases_that_fails_is_not_the_last_one() -> None:
+    looks = 0
+
+    class Broken:
+        async def leases(self, _: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            raise ArithmeticError("nobody has thought of this")
+
+    watch = LeaseWatch(period_s=0.0)
+    with watch.watching("a", 1):
+        task = asyncio.create_task(watch.run(cast("Directory", Broken())))
+        async with asyncio.timeout(2):
+            while looks < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+
+
 def test_failed_attempts() -> None:
     attempts = FailedAttempts(burst=3, refill_s=10.0, addresses=2)
     for _ in range(3):
@@ -295,6 +342,7 @@ def test_base64_bytes(text: str, size: int) -> None:
         ('{"type":"session.resume"}', Kind.OTHER),
         ('{"type":"response.create"}', Kind.OTHER),
         (b"\xff\xfe", Kind.OTHER),
+        ('{"type":"session.heartbeat","x":' + "[" * 5_000, Kind.OTHER),
         ("", Kind.OTHER),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duplex_gateway.resume import HeldLimits, Pass, ResumeState, Room
+from duplex_gateway.held import HeldLimits, Room
+from duplex_gateway.resume import Pass, ResumeState
 from duplex_gateway.wire import GATEWAY_ID_PREFIX, Facts, read_client_message
 
 pytestmark = pytest.mark.unit
@@ -526,6 +527,65 @@ def test_room() -> None:
     assert state.room() is Room.FREE  # no unit is due: more audio has to come first
     say(state, append(bytes(2), video_frames=["x" * 60_000]))
     assert state.room() is Room.NONE
+
+
+@pytest.mark.parametrize("kind", ["input_audio_buffer.commit", "input_audio_buffer.clear"])
+def test_what_is_no_sound_takes_room_too(kind: str) -> None:
+    limits = HeldLimits(messages=20)
+    state = ResumeState(None, limits)
+    connect(state, 0)
+    state.lose()
+    for _ in range(40):
+        assert state.room(sound=False) is Room.FREE
+        say(state, json.dumps({"type": kind}))
+    assert state.room(sound=False) is Room.SOON
+    for _ in range(20):
+        say(state, json.dumps({"type": kind}))
+    assert state.room(sound=False) is Room.NONE
+
+
+@pytest.mark.parametrize(
+    "message", [append(b""), json.dumps({"type": "input_audio_buffer.commit"})]
+)
+def test_messages_that_make_nothing_durable_are_not_kept(message: str) -> None:
+    state = ResumeState(None, HeldLimits(messages=20))
+    connect(state, 0)
+    for _ in range(100):
+        say(state, message)
+        assert state.next_message() == message
+        assert (state.room(), state.held_bytes) == (Room.FREE, 0)
+    say(state, append(bytes(20)))
+    for _ in range(100):
+        say(state, message)
+    assert len(sent(state)) == 101
+    state.lose()
+    connect(state, 0)
+    again = [json.dumps({"type": "input_audio_buffer.commit"})] if "commit" in message else []
+    assert len(sent(state)) == 1 + len(again)
+    state.hear(committed(10))
+    assert state.held_bytes == 0
+
+
+def test_an_append_of_frames_alone_is_kept_until_a_sample_follows() -> None:
+    state = greeted()
+    say(state, append(b"", video_frames=["AAAA"]))
+    sent(state)
+    assert state.held_bytes > 0
+
+
+def test_seconds_of_sound_do_not_keep_a_close_waiting() -> None:
+    state = ResumeState(None, HeldLimits(audio_s=1.0, due_s=0.5))
+    say(state, update(PCM16), append(bytes(64_000)))
+    assert (state.room(), state.room(sound=False)) == (Room.SOON, Room.FREE)
+
+
+def test_heartbeats_that_nobody_answers_are_counted() -> None:
+    state = ResumeState(None, HeldLimits(messages=20))
+    connect(state, 0)
+    for _ in range(60):
+        say(state, json.dumps({"type": "session.heartbeat"}))
+    sent(state)
+    assert state.room(sound=False) is Room.NONE
 
 
 def test_what_a_new_owner_has_is_let_go_and_what_the_same_one_has_takes_no_room() -> None:
