@@ -11,8 +11,8 @@ STALLED_AFTER_S = 60.0
 
 @dataclass(slots=True)
 class Health:
-    """ready: leading and synchronised, or standing by with the API server in reach. oldest_s: how
-    long the first dirty object has waited."""
+    """ready: the API server has answered of late, and whoever leads has listed everything and
+    watches. oldest_s: how long the first dirty object has waited."""
 
     ready: Callable[[], bool]
     oldest_s: Callable[[], float]

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -28,18 +28,28 @@ Sink = Callable[[Kind, str | None, RawObject], None]
 
 
 class KopfWatch:
-    """`run` watches until cancelled and calls `sink` on the caller's loop."""
+    """`run` watches until cancelled and calls `sink` on the caller's loop. identity: of this
+    process; kopf would ask for its user's name, which a uid alone does not have."""
 
     def __init__(
         self,
         sink: Sink,
         login: Callable[[], kopf.ConnectionInfo],
         namespaces: Sequence[str],
+        identity: str,
     ) -> None:
         self._sink = sink
         self._login = login
         self._namespaces = tuple(namespaces)
+        self._identity = identity
         self._stop = threading.Event()
+        self._started = threading.Event()
+        self._ended = False
+
+    @property
+    def stands(self) -> bool:
+        """kopf has started its watches, and has not ended since."""
+        return self._started.is_set() and not self._ended
 
     async def run(self) -> None:
         """Raises RuntimeError when kopf ends by itself."""
@@ -52,6 +62,7 @@ class KopfWatch:
             except Exception:
                 log.exception("the watches have ended")
             finally:
+                self._ended = True
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(ended.set)
 
@@ -70,10 +81,12 @@ class KopfWatch:
             await kopf.operator(
                 registry=self._registry(loop, nodes=everywhere),
                 settings=_settings(),
+                identity=cast("Any", self._identity),
                 standalone=True,
                 clusterwide=everywhere,
                 namespaces=self._namespaces,
                 stop_flag=self._stop,
+                ready_flag=self._started,
             )
         finally:
             # The TLS connections that kopf has let go of close while the loop still runs.

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 15
 RENEW_WITHIN_S = 10.0
 PERIOD_S = 2.0
+IN_TOUCH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,13 @@ class Leader:
         self._sleep = sleep
         self._sighting: Sighting | None = None
         self._leads_until_s = float("-inf")
+        self._answered_s = float("-inf")
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether the API server has answered of late: an operator that has no way to it, or no
+        rights there, would be no help to anybody."""
+        return self._clock() - self._answered_s < IN_TOUCH_S
 
     @property
     def leads(self) -> bool:
@@ -124,6 +132,7 @@ class Leader:
         except (ApiError, TimeoutError) as error:
             log.info("the lease: %s", error or type(error).__name__)
             return False
+        self._answered_s = self._clock()
         if record is None:
             return False
         self._sighting = Sighting(record, started_s)

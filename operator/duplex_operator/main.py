@@ -1,17 +1,20 @@
 """The operator's process: settings, leadership, one reign after another, a clean end."""
 
+import argparse
 import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 
 from duplex_operator.apply import KubernetesApi
 from duplex_operator.connect import connection
 from duplex_operator.end_all import end_all, timeout_of
 from duplex_operator.health import Health
 from duplex_operator.leader import Leader
+from duplex_operator.logs import configure_logs
 from duplex_operator.objects import ObjectKey
-from duplex_operator.reign import Reign
+from duplex_operator.reign import Reign, request_gauges
 from duplex_operator.settings import OperatorSettings
 
 log = logging.getLogger(__name__)
@@ -23,10 +26,11 @@ async def operate(settings: OperatorSettings) -> None:
     api = KubernetesApi(connection(), may_write=lambda: leader.leads, reconnect=connection)
     leader = Leader(api, ObjectKey(settings.namespace, settings.lease_name), settings.identity)
     health = Health(
-        ready=lambda: not leader.leads or bool(reigns and reigns[-1].synchronised),
+        ready=lambda: leader.in_touch and (not leader.leads or bool(reigns and reigns[-1].ready)),
         oldest_s=lambda: reigns[-1].context.dirty.oldest_s() if reigns else 0.0,
         gauges=lambda: {
             "duplex_operator_leads": float(leader.leads),
+            **request_gauges(api.requests),
             **(reigns[-1].gauges() if reigns else {}),
         },
     )
@@ -49,19 +53,26 @@ async def operate(settings: OperatorSettings) -> None:
         await api.close()
 
 
+def end_all_timeout_s(arguments: Sequence[str]) -> float | None:
+    """Of `end-all`; None: the operator is to work. Exits with status 2 for anything else."""
+    if arguments[:1] == ["end-all"]:
+        return timeout_of(arguments[1:])
+    argparse.ArgumentParser(
+        prog="duplex_operator",
+        description="Works until SIGTERM. `end-all` ends every session instead.",
+    ).parse_args(arguments)
+    return None
+
+
 def main() -> int:
     """Returns the process's exit status."""
-    timeout_s = timeout_of(sys.argv[2:]) if sys.argv[1:2] == ["end-all"] else None
+    timeout_s = end_all_timeout_s(sys.argv[1:])
     try:
         settings = OperatorSettings.from_environment()
     except ValueError as error:
         print(f"duplex-operator: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    for name in ("kopf", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    configure_logs(settings.identity, settings.log_level)
     if timeout_s is not None:
         api = KubernetesApi(connection(), reconnect=connection)
         return asyncio.run(end_all(api, settings.watch_namespaces, timeout_s))

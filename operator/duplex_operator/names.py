@@ -35,6 +35,10 @@ ADMIN_VERSION = "1"
 
 TOKEN_KEY = "token"
 CA_KEY = "ca.crt"
+TLS_CERT_KEY = "tls.crt"
+TLS_KEY_KEY = "tls.key"
+REDIS_URL_KEY = "redis-url"
+"""Keys of Secrets."""
 
 
 def token_secret_name(session_name: str) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from duplex_api.constants import API_VERSION, SESSION_KIND
-from duplex_api.routes import RouteRecord
 from duplex_api.session import SessionPhase, SessionStatus
 from duplex_operator.apply import (
     SESSIONS,
@@ -49,8 +48,9 @@ from duplex_operator.objects import (
     SessionObject,
     read_session,
 )
-from duplex_operator.observe import Known, Observer, route_keep_ms
+from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
+from duplex_operator.session_route import keep_route
 from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
 from duplex_operator.store import Change
 from duplex_operator.tokens import TokenUnusableError, obtain_token
@@ -252,7 +252,7 @@ class SessionReconciler:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
         try:
-            await self._write_route(session, known)
+            await keep_route(self._context, session, known)
         except LedgerAwayError:
             log.warning("the route record of %s waits for the ledger", session.meta.key)
             return Nothing(RETRY_S)
@@ -382,7 +382,7 @@ class SessionReconciler:
         after_s = rest.after_s
         if session is not None and not session.meta.deleting:
             try:
-                await self._write_route(session, known)
+                await keep_route(self._context, session, known)
             except LedgerAwayError:
                 after_s = min(after_s or RETRY_S, RETRY_S)
         if facts.placement is not None:
@@ -390,21 +390,3 @@ class SessionReconciler:
             if feed is not None and feed.suspect:
                 after_s = min(after_s or SOON_S, SOON_S)
         return after_s
-
-    async def _write_route(self, session: SessionObject, known: Known) -> None:
-        if known.token is None:
-            return
-        status = session.status
-        record = RouteRecord(
-            token_sha256=known.token.sha256,
-            phase=status.phase or SessionPhase.PENDING,
-            pool=str(session.pool_key),
-            session=str(session.meta.key),
-            queue_position=status.queue_position,
-            reason=status.reason,
-        )
-        now_ms, keep_ms = self._context.now_ms(), route_keep_ms(session)
-        if record == known.route and now_ms - known.route_at_ms < keep_ms // 2:
-            return
-        await self._context.routes.write(session.meta.uid, record, keep_ms)
-        known.route, known.route_at_ms = record, now_ms

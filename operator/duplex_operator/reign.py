@@ -50,7 +50,9 @@ class Reign:
         self.placer = Placer(store, fleet, board, dirty)
         self.sessions = SessionReconciler(self.context, self.placer.poke)
         self.intake = Intake(settings, store, dirty, api)
-        self.watch = KopfWatch(self.intake.take, login, settings.watch_namespaces)
+        self.watch = KopfWatch(
+            self.intake.take, login, settings.watch_namespaces, settings.identity
+        )
         self.synchronised = False
 
     async def run(self, pools: Reconcile | None = None) -> None:
@@ -79,6 +81,11 @@ class Reign:
             await context.fleet.close()
             await context.routes.close()
 
+    @property
+    def ready(self) -> bool:
+        """Everything was listed, and what changes is told."""
+        return self.synchronised and self.watch.stands
+
     def gauges(self) -> Mapping[str, float]:
         """Numbers for /metrics."""
         context = self.context
@@ -103,10 +110,6 @@ class Reign:
             numbers[f"duplex_operator_pod_feed_up{labels}"] = float(
                 pod.connected and not pod.suspect
             )
-        for what, count in context.api.requests.items():
-            verb, _, resource = what.partition(" ")
-            labels = f'{{verb="{verb}",resource="{resource}"}}'
-            numbers[f"duplex_operator_api_requests_total{labels}"] = count
         return numbers
 
     async def _first_list(self) -> None:
@@ -127,3 +130,13 @@ class Reign:
             except ApiError as error:
                 log.warning("a relist: %s; again later", error)
                 await asyncio.sleep(FIRST_LIST_RETRY_S)
+
+
+def request_gauges(requests: Mapping[str, int]) -> Mapping[str, float]:
+    """requests: how many of each "verb resource" went to the API server, leading or not."""
+    numbers: dict[str, float] = {}
+    for what, count in requests.items():
+        verb, _, resource = what.partition(" ")
+        labels = f'{{verb="{verb}",resource="{resource}"}}'
+        numbers[f"duplex_operator_api_requests_total{labels}"] = count
+    return numbers

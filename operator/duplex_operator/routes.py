@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from duplex_api.routes import (
@@ -24,6 +23,7 @@ from duplex_api.routes import (
     route_uid,
 )
 from duplex_operator.cancelling import raise_if_cancelled
+from duplex_operator.ledger_server import open_ledger
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +51,16 @@ class LeaseView:
 
 
 class Routes:
-    """One connection pool. `close` it."""
+    """redis_url: as in `ledger_server`. `close` it."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis: Redis = Redis.from_url(
-            redis_url,
-            protocol=2,
-            decode_responses=True,
-            socket_connect_timeout=CALL_TIMEOUT_S,
-            socket_timeout=CALL_TIMEOUT_S,
-            health_check_interval=15,
-        )
+        self._clients = open_ledger(redis_url, CALL_TIMEOUT_S)
+        self._redis = self._clients.redis
         self.calls = 0
         self.failures = 0
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._clients.close()
 
     async def read(self, uid: str) -> RouteRecord | None:
         """None: there is none, or it cannot be read (it is written anew then)."""

@@ -3,8 +3,12 @@
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
+
+from duplex_operator.ledger_server import read_address
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +16,7 @@ class OperatorSettings:
     """redis_url: the installation's one ledger. namespace: the operator's own (its Lease lives
     there). watch_namespaces: empty means all. identity: unique per process."""
 
-    redis_url: str
+    redis_url: str = field(repr=False)
     namespace: str
     identity: str
     watch_namespaces: tuple[str, ...] = ()
@@ -34,16 +38,27 @@ class OperatorSettings:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Raises ValueError that names the variable at fault."""
         namespace = _required(environment, "DUPLEX_NAMESPACE")
+        redis_url = _required(environment, "DUPLEX_REDIS_URL")
+        try:
+            read_address(redis_url)
+        except ValueError as error:
+            raise ValueError(f"DUPLEX_REDIS_URL: {error}") from None
+        log_level = environment.get("DUPLEX_LOG_LEVEL", "INFO").upper()
+        if log_level not in LOG_LEVELS:
+            raise ValueError(f"DUPLEX_LOG_LEVEL is one of {', '.join(LOG_LEVELS).lower()}")
+        health_port = environment.get("DUPLEX_HEALTH_PORT", "8080")
+        if not health_port.isdecimal() or not 0 < int(health_port) < 65_536:
+            raise ValueError("DUPLEX_HEALTH_PORT is a number from 1 to 65535")
         watched = environment.get("DUPLEX_WATCH_NAMESPACES", "")
         return cls(
-            redis_url=_required(environment, "DUPLEX_REDIS_URL"),
+            redis_url=redis_url,
             namespace=namespace,
             identity=f"{socket.gethostname()}-{os.getpid()}",
             watch_namespaces=tuple(sorted({n.strip() for n in watched.split(",")} - {""})),
             sidecar_image=environment.get("DUPLEX_SIDECAR_IMAGE", ""),
             gateway_endpoint=environment.get("DUPLEX_GATEWAY_ENDPOINT", ""),
-            log_level=environment.get("DUPLEX_LOG_LEVEL", "INFO").upper(),
-            health_port=int(environment.get("DUPLEX_HEALTH_PORT", "8080")),
+            log_level=log_level,
+            health_port=int(health_port),
         )
 
     def watches(self, namespace: str) -> bool:

@@ -91,7 +91,12 @@ async def check_tokens(context: Context, sessions: SessionReconciler) -> None:
         if session.spec.token_secret_ref is None:
             now = hashes.get(ObjectKey(session.meta.key.namespace, place.name))
         else:
-            now = await _hash_named_by_user(context, session)
+            try:
+                now = await _hash_named_by_user(context, session)
+            except ApiError as error:
+                # Its own trouble: the tokens behind it are looked at all the same.
+                log.info("the token of %s is looked at later: %s", session.meta.key, error)
+                continue
         if now != known:
             log.info("the token of %s has changed", session.meta.key)
             sessions.forget_token(session.meta.uid)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from duplex_operator.cancelling import raise_if_cancelled
+from duplex_operator.logs import looking_at
 from duplex_operator.objects import Kind, ObjectKey
 
 log = logging.getLogger(__name__)
@@ -114,13 +115,15 @@ class DirtySet:
 
     async def _look_at(self, item: Item, reconcile: Reconcile) -> None:
         try:
-            after_s = await reconcile(item.key)
+            with looking_at(item.kind, item.key):
+                after_s = await reconcile(item.key)
         except Exception as error:
             self.failed += 1
             failures = self._failures[item] = self._failures.get(item, 0) + 1
             delay_s = min(FIRST_RETRY_S * 2 ** min(failures, 10), LONGEST_RETRY_S)
-            log.warning("%s %s: %s; again in %.1f s", item.kind, item.key, error, delay_s)
-            log.debug("why", exc_info=error)
+            with looking_at(item.kind, item.key):
+                log.warning("%s %s: %s; again in %.1f s", item.kind, item.key, error, delay_s)
+                log.debug("why", exc_info=error)
             self.mark_after(item.kind, item.key, delay_s)
             return
         self.served += 1

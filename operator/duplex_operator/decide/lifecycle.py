@@ -35,6 +35,7 @@ from duplex_operator.decide.status import (
     build_status,
     camel_reason,
     condition_of,
+    is_leaving,
     only_counters,
     since_ms,
     status_patch,
@@ -44,8 +45,6 @@ from duplex_operator.names import SESSION_FINALIZER
 
 REQUESTED = "Requested"
 """Why a session is parked that its owner wants parked."""
-_LEAVING = ("drain", "stop", "evict", "shutdown", "sigterm", "upgrade", "moved")
-"""Words of a sidecar that parked a session for the pod's sake, not for the client's."""
 _FINAL_REFUSALS = {
     "no_slot": "NoSlot",
     "stale_fence": "StaleFence",
@@ -132,11 +131,11 @@ def when_placed(facts: SessionFacts) -> Action | None:
     dead = pod.health is PodHealth.DEAD
     parked = facts.ledger is not None and facts.ledger.phase is LedgerPhase.PARKED
     if facts.ledger is not None and parked and not (dead and _has_client(facts)):
-        return _parked(facts, camel_reason(facts.ledger.reason, "Parked"))
+        return _parked_by_its_pod(facts, facts.ledger.reason)
     if dead:
         return _lost(facts, pod.reason, pod.sentence)
     if facts.said is not None and facts.said.phase is FeedPhase.PARKED:
-        return _parked_by_its_pod(facts)
+        return _parked_by_its_pod(facts, facts.said.reason)
     refusal = facts.memory.refusal
     if refusal is not None and refusal.fence == placement.fence:
         return _refused(facts, refusal.code, refusal.message)
@@ -235,13 +234,11 @@ def _refused(facts: SessionFacts, code: str, message: str) -> Action:
     return _lost(facts, _FINAL_REFUSALS.get(code, "RefusedByPod"), f"the pod refused: {message}")
 
 
-def _parked_by_its_pod(facts: SessionFacts) -> Action:
-    said = facts.said
-    assert said is not None
-    leaving = any(word in said.reason.lower() for word in _LEAVING)
-    if leaving and _has_client(facts) and facts.desired is DesiredState.RUNNING:
-        return _lost(facts, camel_reason(said.reason, "Drained"), "its pod is leaving")
-    return _parked(facts, camel_reason(said.reason, "Parked"))
+def _parked_by_its_pod(facts: SessionFacts, word: str) -> Action:
+    """word: why, as the sidecar or the ledger has it."""
+    if is_leaving(word) and _has_client(facts) and facts.desired is DesiredState.RUNNING:
+        return _lost(facts, camel_reason(word, "Drained"), "its pod is leaving")
+    return _parked(facts, camel_reason(word, "Parked"))
 
 
 def _has_client(facts: SessionFacts) -> bool:

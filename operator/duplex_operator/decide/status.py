@@ -28,6 +28,8 @@ ENDED = "Ended"
 RUNNING_PHASES = frozenset((SessionPhase.READY, SessionPhase.ACTIVE))
 SLOW_REBUILD_MS = 1_000
 """A rebuild that takes longer than a unit is heard as a pause."""
+_LEAVING = ("drain", "stop", "evict", "shutdown", "sigterm", "upgrade", "moved")
+"""Words of a sidecar that parked a session for the pod's sake, not for the client's."""
 _MESSAGE_LENGTH = 1_024
 _COUNTERS = frozenset(("units", "rebuilds", "lastRebuild", "epoch", "audio"))
 
@@ -111,6 +113,22 @@ def camel_reason(word: str, otherwise: str) -> str:
     """A sidecar's word ("client_away") as a condition's reason ("ClientAway")."""
     parts = re.findall(r"[A-Za-z0-9]+", word)
     return "".join(part[0].upper() + part[1:] for part in parts)[:128] or otherwise
+
+
+def is_leaving(reason: str) -> bool:
+    """Whether a session was parked for its pod's sake, not for its client's: by the sidecar's word,
+    or by the condition's reason that was made of it."""
+    return any(word in reason.lower() for word in _LEAVING)
+
+
+def phase_for_clients(status: SessionStatus) -> SessionPhase:
+    """What the gateways are told. A session that its pod parked because the pod goes is moving for
+    a client that waits for it, even one that says nothing: only a client's gateway wakes it, so
+    nobody's session takes no slot."""
+    phase = status.phase or SessionPhase.PENDING
+    if phase is SessionPhase.PARKED and is_leaving(status.reason or ""):
+        return SessionPhase.MOVING
+    return phase
 
 
 def _merge_patch(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

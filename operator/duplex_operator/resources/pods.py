@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from duplex_api.constants import API_VERSION, POOL_KIND
-from duplex_api.pool import Checkpoint
 from duplex_api.resolve_pool import ResolvedPool
 from duplex_operator.names import (
     ADMIN_PORT,
@@ -28,8 +27,13 @@ from duplex_operator.names import (
     LABEL_POOL,
     PRODUCT,
     SIDECAR_CONTAINER,
-    TOKEN_KEY,
     admin_secret_name,
+)
+from duplex_operator.resources.pod_environment import (
+    REALTIME_PORT,
+    merged_environment,
+    protected_names,
+    variable,
 )
 from duplex_operator.resources.pod_template import (
     Manifest,
@@ -37,31 +41,13 @@ from duplex_operator.resources.pod_template import (
     TemplateParts,
     read_template,
 )
+from duplex_operator.resources.pod_volumes import mounts, volumes
 
-REALTIME_PORT = 8765
 USER_ID = 65532
 """Of the sidecar's process; any user can run the image, this one owns nothing in it."""
 DRAIN_MARGIN_S = 30
 """After the drain's grace: parking what is left, and ending the stages."""
 PROBE_PERIOD_S = 5
-
-CHECKPOINT_PATH = "/checkpoint"
-VOICES_PATH = "/voices"
-ADMIN_PATH = "/etc/duplex/admin"
-RUNTIME_PATH = "/run/duplex"
-CACHE_PATH = "/var/cache/duplex"
-_TEMPORARY_PATH = "/tmp"
-_SHARED_MEMORY_PATH = "/dev/shm"
-
-REDIS_URL_KEY = "redis-url"
-TLS_CERT_KEY = "tls.crt"
-TLS_KEY_KEY = "tls.key"
-
-_THINKER_POSITION_BYTES = 147_456
-_TALKER_POSITION_BYTES = 61_440
-"""One position's KV at the 8B shape, in bfloat16."""
-_THINKER_POSITIONS = 8_192 + 32
-_TALKER_POSITIONS = 4_096 + 32
 
 _RESTRICTED: Manifest = {
     "allowPrivilegeEscalation": False,
@@ -107,7 +93,7 @@ def pod_blueprint(pool: PoolIdentity, spec: ResolvedPool, release_image: str) ->
     template_hash = _digest([pod_spec, labels, dict(parts.annotations)])
     # After the hash: both can change without a new pod, the operator names the grace at each drain.
     sidecar = pod_spec["containers"][0]
-    sidecar["env"].append(_variable("DUPLEX_DRAIN_GRACE_S", str(spec.drain_grace_ms / 1000)))
+    sidecar["env"].append(variable("DUPLEX_DRAIN_GRACE_S", str(spec.drain_grace_ms / 1000)))
     pod_spec["terminationGracePeriodSeconds"] = drain_bound_s(spec)
     manifest: Manifest = {
         "apiVersion": "v1",
@@ -185,7 +171,7 @@ def _pod_spec(
             _sidecar(pool, spec, parts, release_image),
             *(_own_container(container) for container in parts.containers),
         ],
-        "volumes": [*_volumes(pool, spec), *parts.volumes],
+        "volumes": [*volumes(pool.name, spec), *parts.volumes],
     }
     if parts.init_containers:
         pod_spec["initContainers"] = [_own_container(found) for found in parts.init_containers]
@@ -208,7 +194,7 @@ def _sidecar(
         "image": spec.image or release_image,
         "command": ["duplex", "serve", "--from-environment"],
         # First what may stand in the template: a variable can use those before it.
-        "env": _merged_environment(pool, spec, parts),
+        "env": merged_environment(pool.name, spec, _listed(parts.sidecar, "env")),
         "ports": [
             {"name": "realtime", "containerPort": REALTIME_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
@@ -218,7 +204,7 @@ def _sidecar(
         "livenessProbe": _probe("/livez", failures=6),
         "resources": _resources(spec, parts),
         "securityContext": _RESTRICTED | {"readOnlyRootFilesystem": True},
-        "volumeMounts": [*_mounts(spec), *_listed(parts.sidecar, "volumeMounts")],
+        "volumeMounts": [*mounts(spec), *_listed(parts.sidecar, "volumeMounts")],
     }
     if "imagePullPolicy" in parts.sidecar:
         container["imagePullPolicy"] = parts.sidecar["imagePullPolicy"]
@@ -231,145 +217,19 @@ def _own_container(container: Manifest) -> Manifest:
     environment = _listed(container, "env")
     if all(variable.get("name") != "DUPLEX_REALTIME_URL" for variable in environment):
         url = f"ws://127.0.0.1:{REALTIME_PORT}/v1/realtime"
-        environment = [_variable("DUPLEX_REALTIME_URL", url), *environment]
+        environment = [variable("DUPLEX_REALTIME_URL", url), *environment]
     security: Manifest = dict(container.get("securityContext") or {})
     security["allowPrivilegeEscalation"] = False
     security["capabilities"] = dict(security.get("capabilities") or {}) | {"drop": ["ALL"]}
     return container | {"env": environment, "securityContext": security}
 
 
-def _merged_environment(
-    pool: PoolIdentity, spec: ResolvedPool, parts: TemplateParts
-) -> list[Manifest]:
-    """The operator's, then the template's, which may replace what is a default only."""
-    given = _listed(parts.sidecar, "env")
-    named = {variable.get("name") for variable in given}
-    defaults = [v for v in _default_environment(spec) if v["name"] not in named]
-    return [*_fixed_environment(pool, spec), *defaults, *given]
-
-
-def _fixed_environment(pool: PoolIdentity, spec: ResolvedPool) -> list[Manifest]:
-    environment = [
-        _field("POD_IP", "status.podIP"),
-        _field("DUPLEX_POD_UID", "metadata.uid"),
-        _field("DUPLEX_POD_NAME", "metadata.name"),
-        _variable("DUPLEX_ADVERTISE", f"$(POD_IP):{REALTIME_PORT}"),
-        _variable("DUPLEX_HOST", "0.0.0.0"),
-        _variable("DUPLEX_PORT", str(REALTIME_PORT)),
-        _variable("DUPLEX_ADMIN_PORT", str(ADMIN_PORT)),
-        _variable("DUPLEX_ADMIN_TOKEN_FILE", f"{ADMIN_PATH}/{TOKEN_KEY}"),
-        _variable("DUPLEX_TLS_CERT_FILE", f"{ADMIN_PATH}/{TLS_CERT_KEY}"),
-        _variable("DUPLEX_TLS_KEY_FILE", f"{ADMIN_PATH}/{TLS_KEY_KEY}"),
-        {
-            "name": "DUPLEX_REDIS_URL",
-            "valueFrom": {
-                "secretKeyRef": {"name": admin_secret_name(pool.name), "key": REDIS_URL_KEY}
-            },
-        },
-        _variable("DUPLEX_CHECKPOINT", _checkpoint_folder(spec.checkpoint)),
-        _variable("DUPLEX_RUNTIME_DIR", RUNTIME_PATH),
-        _variable("DUPLEX_CACHE_DIR", CACHE_PATH),
-        _variable("DUPLEX_SLOTS", str(spec.slots)),
-        _variable("DUPLEX_REBUILD_SEATS", str(spec.rebuilds_at_once)),
-    ]
-    if spec.otlp_endpoint is not None:
-        environment.append(_variable("DUPLEX_OTLP_ENDPOINT", spec.otlp_endpoint))
-    return environment
-
-
-def _default_environment(spec: ResolvedPool) -> list[Manifest]:
-    """What a template may say otherwise."""
-    environment = [
-        _variable("HOME", CACHE_PATH),
-        _variable("DUPLEX_DEVICE", "cuda" if spec.gpu else "cpu"),
-    ]
-    if spec.gpu:
-        # The worst case of every seat, so that the engines never preempt.
-        seats = spec.slots + spec.rebuilds_at_once
-        thinker = seats * _THINKER_POSITIONS * _THINKER_POSITION_BYTES
-        talker = seats * _TALKER_POSITIONS * _TALKER_POSITION_BYTES
-        environment += [
-            _variable("DUPLEX_THINKER_KV_BYTES", str(thinker)),
-            _variable("DUPLEX_TALKER_KV_BYTES", str(talker)),
-        ]
-    return environment
-
-
 def _protected(pool: PoolIdentity, spec: ResolvedPool) -> Protected:
-    fixed = {str(variable["name"]) for variable in _fixed_environment(pool, spec)}
     return Protected(
         secret=admin_secret_name(pool.name),
-        environment=frozenset(fixed | _SPEC_OR_SECRET),
-        mount_paths=(*(str(mount["mountPath"]) for mount in _mounts(spec)), _ETC_DUPLEX),
+        environment=protected_names(pool.name, spec),
+        mount_paths=(*(str(mount["mountPath"]) for mount in mounts(spec)), "/etc/duplex"),
     )
-
-
-_ETC_DUPLEX = "/etc/duplex"
-_SPEC_OR_SECRET = frozenset(
-    ("DUPLEX_ADMIN_TOKEN", "DUPLEX_DRAIN_GRACE_S", "DUPLEX_OTLP_ENDPOINT", "DUPLEX_REPLICA")
-)
-"""Variables that may be unset, and still are not the template's."""
-
-
-def _checkpoint_folder(checkpoint: Checkpoint) -> str:
-    if checkpoint.path is not None:
-        return checkpoint.path
-    source = checkpoint.pvc or checkpoint.image_volume
-    assert source is not None  # exactly one of the three
-    inner = (source.path or "").strip("/")
-    return f"{CHECKPOINT_PATH}/{inner}" if inner else CHECKPOINT_PATH
-
-
-def _mounts(spec: ResolvedPool) -> list[Manifest]:
-    mounts = [
-        {"name": "duplex-admin", "mountPath": ADMIN_PATH, "readOnly": True},
-        {"name": "duplex-runtime", "mountPath": RUNTIME_PATH},
-        {"name": "duplex-cache", "mountPath": CACHE_PATH},
-        {"name": "duplex-temporary", "mountPath": _TEMPORARY_PATH},
-        {"name": "duplex-shared-memory", "mountPath": _SHARED_MEMORY_PATH},
-    ]
-    if spec.checkpoint.path is None:
-        mounts.append({"name": "duplex-checkpoint", "mountPath": CHECKPOINT_PATH, "readOnly": True})
-    if spec.voices_claim is not None:
-        mounts.append({"name": "duplex-voices", "mountPath": VOICES_PATH, "readOnly": True})
-    return mounts
-
-
-def _volumes(pool: PoolIdentity, spec: ResolvedPool) -> list[Manifest]:
-    volumes: list[Manifest] = [
-        {
-            "name": "duplex-admin",
-            "secret": {
-                "secretName": admin_secret_name(pool.name),
-                # Mounted into one container alone, whose only user is not root.
-                "defaultMode": 0o444,
-                "items": [{"key": k, "path": k} for k in (TOKEN_KEY, TLS_CERT_KEY, TLS_KEY_KEY)],
-            },
-        },
-        {"name": "duplex-runtime", "emptyDir": {}},
-        {"name": "duplex-cache", "emptyDir": {}},
-        {"name": "duplex-temporary", "emptyDir": {}},
-        {
-            "name": "duplex-shared-memory",
-            "emptyDir": {"medium": "Memory", "sizeLimit": spec.shared_memory},
-        },
-    ]
-    source = spec.checkpoint
-    if source.pvc is not None:
-        volumes.append(_claim("duplex-checkpoint", source.pvc.claim_name))
-    elif source.image_volume is not None:
-        image = {"reference": source.image_volume.reference}
-        volumes.append({"name": "duplex-checkpoint", "image": image})
-    if spec.voices_claim is not None:
-        volumes.append(_claim("duplex-voices", spec.voices_claim))
-    return volumes
-
-
-def _claim(name: str, claim_name: str) -> Manifest:
-    return {
-        "name": name,
-        "persistentVolumeClaim": {"claimName": claim_name, "readOnly": True},
-    }
 
 
 def _resources(spec: ResolvedPool, parts: TemplateParts) -> Manifest:
@@ -402,14 +262,6 @@ def _probe(path: str, failures: int) -> Manifest:
         "timeoutSeconds": 3,
         "failureThreshold": max(1, failures),
     }
-
-
-def _variable(name: str, value: str) -> Manifest:
-    return {"name": name, "value": value}
-
-
-def _field(name: str, path: str) -> Manifest:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _listed(holder: Any, field: str) -> list[Manifest]:

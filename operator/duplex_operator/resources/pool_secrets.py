@@ -32,19 +32,16 @@ from duplex_operator.names import (
     LABEL_NAME,
     LABEL_POOL,
     PRODUCT,
+    REDIS_URL_KEY,
+    TLS_CERT_KEY,
+    TLS_KEY_KEY,
     TOKEN_KEY,
     admin_secret_name,
     admin_server_name,
 )
 from duplex_operator.objects import timestamp, timestamp_ms
 from duplex_operator.resources.pod_template import Manifest
-from duplex_operator.resources.pods import (
-    REDIS_URL_KEY,
-    TLS_CERT_KEY,
-    TLS_KEY_KEY,
-    PoolIdentity,
-    owner_reference,
-)
+from duplex_operator.resources.pods import PoolIdentity, owner_reference
 
 PREVIOUS_TOKEN_KEY = "previous-token"
 ANNOTATION_TOKEN_MADE = f"{API_GROUP}/token-made"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import kopf
@@ -10,8 +11,9 @@ import pytest
 from aiohttp import web
 from redis.asyncio import Redis
 from support.stand_in_sidecar import StandInSidecar
+from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
-from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, route_key
+from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, call_key, route_key
 from duplex_api.session import SessionPhase
 from duplex_operator.apply import (
     PODS,
@@ -220,8 +222,11 @@ async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
     with pytest.raises(SidecarRefusalError) as caught:
         await client.put_session("s1", '{"a": 2}', "f" * 64, 1)
     assert caught.value.code == "manifest_conflict"
-    await client.end("s1", "Deleted")
-    await client.end("s1", "Deleted")
+    sidecar.keeps.add("s1")
+    assert not await client.end("s1", "Deleted")
+    sidecar.keeps.clear()
+    assert await client.end("s1", "Deleted")
+    assert await client.end("s1", "Deleted")
     await client.erase("s1")
     with pytest.raises(SidecarRefusalError) as caught:
         await client.park("s1")
@@ -319,10 +324,43 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
         assert await woken.get() == "r1"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    await redis.set(call_key("r1"), "a gateway's")
     await routes.drop("r1")
-    assert await routes.read("r1") is None
+    assert await redis.keys("duplex:{r1}:*") == ["duplex:{r1}:meta"]
     await redis.aclose()
     await routes.close()
+
+
+async def test_the_primary_is_the_one_that_sentinels_name(tmp_path: Path) -> None:
+    """Also after they have named another one."""
+    record = RouteRecord(token_sha256="a" * 64, phase=SessionPhase.READY, pool="a/b", session="c/d")
+    with primary_and_replica(tmp_path / "servers") as (primary, replica):
+        sentinel = ValkeyProcess(tmp_path / "sentinel", sentinel_of=primary.port)
+        sentinel.start()
+        routes = Routes(f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0")
+        try:
+            with sentinel.client as client:
+                wait_until(lambda: len(client.sentinel_slaves("main")) == 1)
+            await routes.write("r1", record, 60_000)
+            with replica.client as client:
+                client.config_set("min-replicas-to-write", 0)
+            primary.kill()
+            async with asyncio.timeout(30):
+                while not await _written(routes, record):
+                    assert routes.failures
+            assert await routes.read("r1") == record
+        finally:
+            await routes.close()
+            sentinel.kill()
+
+
+async def _written(routes: Routes, record: RouteRecord) -> bool:
+    try:
+        await routes.write("r1", record, 60_000)
+    except LedgerAwayError:
+        await asyncio.sleep(0.1)
+        return False
+    return True
 
 
 async def test_a_ledger_that_is_away_is_an_answer() -> None:

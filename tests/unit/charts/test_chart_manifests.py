@@ -188,20 +188,35 @@ def test_no_right_is_unbounded(name: str) -> None:
         assert resource not in ("pods/exec", "serviceaccounts/token")
 
 
-def test_view_edit_and_admin_reach_no_secret() -> None:
-    roles = {
+def aggregated(name: str) -> dict[str, Manifest]:
+    return {
         role["metadata"]["name"].rpartition(":")[2]: role
-        for role in of_kind("defaults", "ClusterRole")
+        for role in of_kind(name, "ClusterRole")
         if not role["metadata"]["name"].endswith(":operator")
     }
+
+
+CHANGES = {"create", "delete", "patch", "update", "deletecollection"}
+
+
+def test_who_administers_a_namespace_makes_no_pools_unless_told() -> None:
+    """A pool's pods run an image of its maker's choice and get the ledger's address."""
+    roles = aggregated("defaults")
+    assert set(roles) == {"edit", "view"}
+    assert not {v for _, r, v, _ in rules([*roles.values()]) if r == "duplexpools"} & CHANGES
+    asked = aggregated("everything")["admin"]
+    assert {v for _, r, v, _ in rules([asked]) if r == "duplexpools"} == CHANGES
+
+
+def test_view_edit_and_admin_reach_no_secret() -> None:
+    roles = aggregated("everything")
     assert set(roles) == {"admin", "edit", "view"}
     for part, role in roles.items():
         label = f"rbac.authorization.k8s.io/aggregate-to-{part}"
         assert role["metadata"]["labels"][label] == "true"
         assert {group for group, _, _, _ in rules([role])} == {API_GROUP}
     assert {verb for _, _, verb, _ in rules([roles["view"]])} == {"get", "list", "watch"}
-    changes_pools = {"create", "delete", "patch", "update", "deletecollection"}
-    assert not {v for _, r, v, _ in rules([roles["edit"]]) if r == "duplexpools"} & changes_pools
+    assert not {v for _, r, v, _ in rules([roles["edit"]]) if r == "duplexpools"} & CHANGES
 
 
 @every_set

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_api.routes import RouteRecord
 from duplex_api.session import (
     DesiredState,
     Placement,
@@ -16,6 +17,10 @@ from duplex_api.session import (
     TokenSecret,
 )
 from duplex_api.window import DEFAULT_WINDOW
+from duplex_gateway.decide import LeaseView
+from duplex_gateway.decide import Wait as Wait_
+from duplex_gateway.decide import WaitReason as GatewayReason
+from duplex_gateway.decide import decide as of_gateway
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
     Action,
@@ -44,7 +49,13 @@ from duplex_operator.decide.facts import (
 )
 from duplex_operator.decide.lifecycle import decide
 from duplex_operator.decide.placement import Assignment, Wait, WaitReason
-from duplex_operator.decide.status import build_status, condition_of, only_counters, status_patch
+from duplex_operator.decide.status import (
+    build_status,
+    condition_of,
+    only_counters,
+    phase_for_clients,
+    status_patch,
+)
 from duplex_operator.feed import AudioReport, FeedPhase, FeedSession, LastRebuildReport
 from duplex_operator.names import SESSION_FINALIZER
 from duplex_operator.objects import Meta, ObjectKey, SessionObject
@@ -192,6 +203,37 @@ def test_whoever_talks_on_a_leaving_pod_is_placed_again_others_park() -> None:
         SessionPhase.ACTIVE, said=said(FeedPhase.PARKED, reason="drain", attached=True)
     )
     assert decide(talking) == AskForSlot()
+
+
+def test_the_ledgers_word_on_a_leaving_pod_counts_like_the_pods() -> None:
+    base = placed(SessionPhase.ACTIVE, said=said(attached=True))
+    status = build_status(base, SessionPhase.ACTIVE, "x", "x", placement=ON_A)
+    parked = LedgerWord(LedgerPhase.PARKED, 3, "drain")
+    silent = replace(base, session=session(status=status), said=None, ledger=parked)
+    assert decide(silent) == AskForSlot()
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("drain", SessionPhase.MOVING), ("client_away", SessionPhase.PARKED)],
+)
+def test_whoever_still_waits_on_a_drained_pod_is_woken_without_a_word(
+    reason: str, told: SessionPhase
+) -> None:
+    """The gateway wakes a moving session for a client that says nothing, a parked one not."""
+    action = decide(placed(SessionPhase.READY, said=said(FeedPhase.PARKED, reason=reason)))
+    assert isinstance(action, WriteStatus)
+    assert action.status.phase is SessionPhase.PARKED
+    phase = phase_for_clients(action.status)
+    assert phase is told
+    route = RouteRecord(token_sha256="a" * 64, phase=phase, pool="a/b", session="c/d")
+    answer = of_gateway(route, LeaseView(3, 0, "", "parked", reason))
+    assert isinstance(answer, Wait_)
+    assert answer.wake
+    assert (answer.reason is GatewayReason.PARKED) is (told is SessionPhase.PARKED)
+    parked = facts(session(status=action.status))
+    assert isinstance(decide(parked), Nothing), "nobody waits: no slot is taken"
+    assert decide(replace(parked, memory=Memory(woken=True))) == AskForSlot()
 
 
 def test_parked_until_somebody_wants_it() -> None:

@@ -84,6 +84,35 @@ def test_a_lease_is_ours_free_or_old() -> None:
     assert may_take(Sighting(LeaseRecord("", 15, "t", 0, "1"), 100.0), "me", 100.0)
 
 
+async def test_nobody_is_in_touch_before_the_api_server_has_answered() -> None:
+    leases, clock = Leases(), Clock()
+    leases.away = True
+    asked = asyncio.Event()
+
+    async def nap(seconds: float) -> None:
+        await clock.sleep(seconds)
+        asked.set()
+
+    api: Any = leases
+    standby = Leader(api, LEASE, "standby", clock=lambda: clock.now_s, sleep=nap)
+    assert not standby.in_touch
+    work = asyncio.create_task(standby.run(lambda: reign_until(asyncio.Event(), [], "standby")))
+    await asked.wait()
+    assert not standby.in_touch
+    leases.away = False
+    await leases.create_lease(
+        "", {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 15, "renewTime": "t"}}
+    )
+    asked.clear()
+    await asked.wait()
+    assert standby.in_touch
+    assert not standby.leads
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    clock.now_s += 60
+    assert not standby.in_touch
+
+
 async def test_the_second_takes_over_at_once_when_the_lease_is_given_back() -> None:
     leases, clock = Leases(), Clock()
     stop, reigned = asyncio.Event(), list[str]()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import traceback
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from duplex_operator.apply import Throttle
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused, judge
 from duplex_operator.decide.status import camel_reason, status_patch
 from duplex_operator.health import metric_lines
+from duplex_operator.ledger_server import SentinelAddress, read_address
+from duplex_operator.main import end_all_timeout_s
 from duplex_operator.manifests import manifest_text
 from duplex_operator.objects import PoolObject, SessionObject, read_pool, read_session
 from duplex_operator.settings import OperatorSettings
@@ -187,6 +190,69 @@ def test_settings_name_what_is_missing() -> None:
     assert settings.watch_namespaces == ("a", "b")
     assert settings.watches("a")
     assert not settings.watches("c")
+
+
+REDIS = {"DUPLEX_NAMESPACE": "duplex", "DUPLEX_REDIS_URL": "redis://ledger"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:sec#ret@ledger:6379",
+        "redis://:sec/ret@ledger:6379",
+        "redis://user:12/ret@ledger:6379",
+        "redis://user:sec?ret@ledger:6379",
+        "redis://ledger:sec-ret",
+        "redis+sentinel://:sec#ret@a:26379/main",
+        "redis+sentinel://a:sec-ret/main",
+        "redis+sentinel://a/main?sec=ret",
+        "rediss+sentinel://a",
+        "http://sec:ret@ledger",
+        "redis://[sec",
+    ],
+)
+def test_a_ledger_address_is_refused_without_a_word_of_it(url: str) -> None:
+    with pytest.raises(ValueError, match="DUPLEX_REDIS_URL") as caught:
+        OperatorSettings.from_environment(REDIS | {"DUPLEX_REDIS_URL": url})
+    text = "".join(traceback.format_exception(caught.value))
+    assert "sec" not in text.replace("second", "")
+    assert "ret@" not in text
+
+
+def test_addresses_of_a_ledger() -> None:
+    for url in ("redis://u:p%23@h:6379/0", "rediss://h", "unix:///run/valkey.sock?db=1"):
+        assert read_address(url) == url
+    assert read_address("rediss+sentinel://u:p%23w@a:1,[::1],b/main/3?sentinel_password=s") == (
+        SentinelAddress(
+            sentinels=(("a", 1), ("::1", 26379), ("b", 26379)),
+            service="main",
+            database=3,
+            username="u",
+            password="p#w",
+            sentinel_username="",
+            sentinel_password="s",
+            tls=True,
+        )
+    )
+    settings = OperatorSettings.from_environment(REDIS | {"DUPLEX_REDIS_URL": "redis://:hidden@h"})
+    assert "hidden" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("DUPLEX_LOG_LEVEL", "loud"), ("DUPLEX_HEALTH_PORT", "http")]
+)
+def test_a_wrong_setting_is_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        OperatorSettings.from_environment(REDIS | {name: value})
+
+
+def test_unknown_arguments_are_refused() -> None:
+    assert end_all_timeout_s([]) is None
+    assert end_all_timeout_s(["end-all", "--timeout", "3"]) == 3.0
+    for arguments in (["endall"], ["--timeout", "3"], ["end-all", "now"]):
+        with pytest.raises(SystemExit) as caught:
+            end_all_timeout_s(arguments)
+        assert caught.value.code == 2
 
 
 def test_a_throttle_lets_a_burst_through_and_then_paces() -> None:

@@ -23,14 +23,8 @@ from duplex_api.resolve_pool import ResolvedScaling, resolve_pool
 from duplex_operator.names import ANNOTATION_ATTEMPT, SIDECAR_CONTAINER
 from duplex_operator.resources.budgets import occupied_budget
 from duplex_operator.resources.pod_template import TemplateError
-from duplex_operator.resources.pods import (
-    CACHE_PATH,
-    CHECKPOINT_PATH,
-    RUNTIME_PATH,
-    PoolIdentity,
-    drain_bound_s,
-    pod_name,
-)
+from duplex_operator.resources.pod_volumes import CACHE_PATH, CHECKPOINT_PATH, RUNTIME_PATH
+from duplex_operator.resources.pods import PoolIdentity, drain_bound_s, pod_name
 from duplex_sidecar.settings import MAX_DRAIN_GRACE_S, settings_from_environment
 
 pytestmark = pytest.mark.unit
@@ -139,6 +133,10 @@ def test_a_sidecar_takes_the_environment_of_its_pod(name: str) -> None:
     mounts = {mount["mountPath"] for mount in sidecar(pod)["volumeMounts"]}
     for file in (settings.admin_token_file, settings.tls_cert_file, settings.tls_key_file):
         assert str(Path(file).parent) in mounts
+    assert bool(settings.voices_dir) is (spec.voices_claim is not None)
+    assert not settings.voices_dir or settings.voices_dir in mounts
+    named = spec.trace_sample_ratio
+    assert settings.trace_sample_ratio == (1.0 if named is None else named)
 
 
 def test_a_grace_longer_than_a_sidecar_takes_is_no_pool() -> None:
@@ -164,6 +162,8 @@ ROLLS: list[dict[str, Any]] = [
     {"sharedMemory": "1Gi"},
     {"startupTimeout": "5m"},
     {"telemetry": {"otlpEndpoint": "http://collector:4318"}},
+    {"telemetry": {"sampleRatio": 0.5}},
+    {"voices": {"claimName": "voices"}},
     {"template": {"metadata": {"labels": {"team": "voice"}}}},
     {"template": {"spec": {"nodeSelector": {"gpu": "h200"}}}},
 ]
@@ -174,7 +174,6 @@ STAYS: list[dict[str, Any]] = [
     {"upgrade": {"maxSurge": 0}},
     {"checkpointChange": "End"},
     {"windowPresets": {"long": {"mode": "basic"}}},
-    {"telemetry": {"sampleRatio": 0.5}},
     {"template": {}},
 ]
 

@@ -1,0 +1,98 @@
+"""What falls behind is dealt with one by one: nobody's trouble is somebody else's."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from duplex_api.routes import RouteRecord
+from duplex_api.session import SessionPhase
+from duplex_operator.apply import SECRETS, SESSIONS, Listing, RefusedError, Resource
+from duplex_operator.context import Context
+from duplex_operator.objects import ObjectKey, read_session
+from duplex_operator.settings import OperatorSettings
+from duplex_operator.sidecar_client import SidecarRefusalError
+from duplex_operator.store import Store
+from duplex_operator.sweep import check_tokens, sweep_once
+
+pytestmark = pytest.mark.unit
+
+ROUTE = RouteRecord(
+    token_sha256="a" * 64, phase=SessionPhase.ENDED, pool="default/x", session="default/talk"
+)
+
+
+@dataclass
+class Outside:
+    """The ledger, a sidecar and the API server, as far as they are asked here."""
+
+    routes: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    erased: list[str] = field(default_factory=list)
+
+    async def records(self) -> AsyncIterator[tuple[str, RouteRecord]]:
+        for uid in list(self.routes):
+            yield uid, ROUTE
+
+    async def drop(self, uid: str) -> None:
+        self.routes.remove(uid)
+
+    async def erase(self, uid: str) -> None:
+        if uid in self.refused:
+            raise SidecarRefusalError(409, "conflict", "not this one")
+        self.erased.append(uid)
+
+    def any_client(self) -> "Outside":
+        return self
+
+    async def list(self, resource: Resource, _: str, **__: Any) -> Listing:
+        assert resource in (SESSIONS, SECRETS)
+        return Listing((), "1")
+
+    async def get(self, _: Resource, key: ObjectKey) -> Mapping[str, Any]:
+        if key.name in self.refused:
+            raise RefusedError(403, "Forbidden", "not this one")
+        return {"data": {}}
+
+    def context(self, store: Store) -> Context:
+        found = SimpleNamespace(
+            settings=OperatorSettings("redis://ledger", "duplex", "test"),
+            store=store,
+            api=self,
+            fleet=self,
+            routes=self,
+        )
+        return cast("Context", found)
+
+
+async def test_one_erasure_that_is_refused_stops_none_behind_it() -> None:
+    outside = Outside(routes=["first", "second", "third"], refused={"first"})
+    assert await sweep_once(outside.context(Store())) == 2
+    assert outside.erased == ["second", "third"]
+    assert outside.routes == ["first"], "it is tried again"
+
+
+async def test_one_secret_that_is_refused_hides_no_change_of_another() -> None:
+    store = Store()
+    for name in ("first", "second"):
+        found = read_session(
+            {
+                "metadata": {
+                    "name": name,
+                    "namespace": "default",
+                    "uid": name,
+                    "resourceVersion": "1",
+                },
+                "spec": {"poolRef": {"name": "x"}, "tokenSecretRef": {"name": name}},
+                "status": {"tokenSecret": {"name": name, "key": "token"}},
+            }
+        )
+        assert found is not None
+        store.sessions.put(found)
+    forgotten: list[str] = []
+    sessions = SimpleNamespace(token_hash=lambda _uid: "known", forget_token=forgotten.append)
+    outside = Outside(refused={"first"})
+    await check_tokens(outside.context(store), cast("Any", sessions))
+    assert forgotten == ["second"]
