@@ -73,6 +73,7 @@ class Sidecar:
             replica=settings.replica,
             otlp_endpoint=settings.otlp_endpoint,
             include_content=settings.content_in_telemetry,
+            trace_sample_ratio=settings.trace_sample_ratio,
         )
         self.tracing = Tracing(telemetry)
         self.metrics = Metrics(telemetry)
@@ -149,9 +150,16 @@ class Sidecar:
             report = self.supervisor.report(stage)
             if report.state is not StageState.READY:
                 return f"{stage}: {report.state}: {report.reason}"
-        if self.sessions is None:
-            return "ledger: connecting"
-        return None
+        return "ledger: connecting" if self.sessions is None else None
+
+    @property
+    def waits_for(self) -> str | None:
+        """The same for strangers: which part, and its state, never why."""
+        for stage in STAGES:
+            state = self.supervisor.report(stage).state
+            if state is not StageState.READY:
+                return f"{stage}: {state}"
+        return self.problem
 
     @property
     def draining(self) -> bool:
@@ -305,7 +313,8 @@ def _serve_public(app: FastAPI, sidecar: Sidecar) -> None:
 
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        problem = "draining" if sidecar.draining else sidecar.problem
+        told = sidecar.problem if sidecar.settings.is_loopback else sidecar.waits_for
+        problem = "draining" if sidecar.draining else told
         return JSONResponse(
             {
                 "ready": problem is None,

@@ -70,7 +70,13 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     drain_grace_s: float = 5.0
     """After SIGTERM: how long sessions may go on to the end of their turn before they park."""
     otlp_endpoint: str | None = None
+    trace_sample_ratio: float = 1.0
+    """Part of the sessions that are traced, 0 to 1. A session is traced whole or not at all, on
+    every replica the same."""
     content_in_telemetry: bool = False
+    voices_dir: str = ""
+    """Folder of voice files, `NAME.safetensors` each: a session's voice is looked for here before
+    the checkpoint's own voices. Read at start. Empty: none."""
     contract_tape_dir: str = ""
     """Folder for tapes of what passes between sessions and stages, for `duplex contract record`;
     empty: none are written. They hold prompts, token ids and codes: content."""
@@ -84,8 +90,11 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("checkpoint", "runtime_dir", "cache_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(f"{name} must be an absolute path")
-        if self.contract_tape_dir and not Path(self.contract_tape_dir).is_absolute():
-            raise ValueError("contract_tape_dir must be an absolute path")
+        for name in ("contract_tape_dir", "voices_dir"):
+            if getattr(self, name) and not Path(getattr(self, name)).is_absolute():
+                raise ValueError(f"{name} must be an absolute path")
+        if not 0 <= self.trace_sample_ratio <= 1:
+            raise ValueError("trace_sample_ratio must be between 0 and 1")
         for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -154,7 +154,6 @@ async def test_every_rebuild_is_a_span_and_every_epoch_an_event(
         for span in named(spans, "duplex.window.rebuild")
     }
     assert set(rebuilt) <= set(rebuilds)
-    predicted = 0
     for number, unit in rebuilt.items():
         attributes = rebuilds[number]
         assert attributes["duplex.window.mode"] == "context"
@@ -163,8 +162,7 @@ async def test_every_rebuild_is_a_span_and_every_epoch_an_event(
         assert attributes["duplex.window.dropped_tokens"] > 0
         assert attributes["duplex.window.replacement_tokens"] > 0
         assert attributes["duplex.rebuild.actual_ms"] > 0
-        predicted += "duplex.rebuild.predicted_ms" in attributes
-    assert predicted >= len(rebuilt) - 1, "all but the first know what one costs"
+        assert attributes["duplex.rebuild.predicted_ms"] > 0
     events = [event for span in spans for event in span["events"]]
     opened = {
         event["attributes"]["duplex.stage2.epoch"]: event["attributes"]["duplex.stage2.cause"]

@@ -397,7 +397,7 @@ class Caller:
         assert self.attachment is not None
         async with asyncio.timeout(WAIT_S):
             event = await self.attachment.next_event()
-        assert event is not None, "nothing comes after the end"
+        assert event is not None, f"nothing comes after the end: {self.events[-1:]}"
         self.events.append(event)
         match event:
             case Sequenced():

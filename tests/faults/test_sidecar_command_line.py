@@ -5,9 +5,12 @@ import errno
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from support.material import EXAMPLES, manifest
 from support.sidecars import Bed, make_bed
 
 from duplex_sidecar.cli.demo import demo
+from duplex_sidecar.cli.leaving import INTERRUPTED
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.cli.serve import (
     EXIT_CHECKPOINT,
@@ -279,3 +283,38 @@ def test_a_recording_that_is_none(tmp_path: Path) -> None:
         assert status == 1
         assert str(file) in text
         assert "Traceback" not in text
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+def test_a_demo_that_is_asked_to_leave_takes_along_what_it_started(
+    tiny_checkpoint: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
+    """While its sidecar's stages load: the longest time in which nobody would wait for it."""
+    work = tempfile.mkdtemp(prefix="dx-")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "duplex_sidecar.cli.main", "demo", "--out", str(tmp_path / "out")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": work},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len([line for line in children_of_this_test(work) if "stages" in line]) < 4:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(sent)
+        text = process.communicate(timeout=60)[0].decode()
+        assert process.returncode == INTERRUPTED
+        assert "interrupted" in text
+        assert "Traceback" not in text
+        assert children_of_this_test(work) == []
+        assert list(Path(work).iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(work, ignore_errors=True)

@@ -235,6 +235,56 @@ async def test_what_is_malformed(here: Pod, method: str, path: str, body: Any) -
     assert (status, error["code"]) == (422, "invalid_request")
 
 
+@pytest.mark.parametrize("name", ["%00", "a" * 65, "a{b}", "%F0%9F%98%80", "a%20b"])
+async def test_a_name_that_the_ledger_does_not_take(here: Pod, name: str) -> None:
+    assert (await here.put(name, Terms("context")))[0] == 400
+    for method, path, body in (
+        ("GET", f"/sessions/{name}", None),
+        ("POST", f"/sessions/{name}/park", {}),
+        ("DELETE", f"/sessions/{name}", None),
+        ("POST", f"/erase/{name}", None),
+    ):
+        status, error = await here.call(method, path, body)
+        assert (status, error["code"], error["param"]) == (400, "invalid_event", "session"), path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b'{"manifest": "\xff"}',
+        b'{"manifest":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"fence":' + b"9" * 5_000 + b"}",
+    ],
+    ids=["cut off", "not UTF-8", "nested without end", "an absurd number"],
+)
+async def test_a_body_that_is_no_json(here: Pod, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await here.client.put("/admin/v1/sessions/x", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
+
+
+async def test_what_is_not_there_is_refused_by_type(here: Pod) -> None:
+    status, error = await here.call("GET", "/nowhere")
+    assert (status, error["code"]) == (404, "not_served")
+    status, error = await here.call("PUT", "/drain", {})
+    assert (status, error["code"]) == (405, "not_served")
+
+
+async def test_sessions_go_on_while_a_manifest_is_read(here: Pod) -> None:
+    started = asyncio.get_running_loop().time()
+    text = f"x: [{'1,' * 40_000}1]\n"
+    call = asyncio.create_task(here.call("PUT", "/sessions/x", {"manifest": text, "token": "t"}))
+    longest, last = 0.0, started
+    while not call.done():
+        await asyncio.sleep(0)
+        now = asyncio.get_running_loop().time()
+        longest, last = max(longest, now - last), now
+    status, error = await call
+    assert (status, error["code"]) == (422, "invalid_manifest")
+    assert longest < (last - started) / 3
+
+
 async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey) -> None:
     async with replica(valkey.url, "uid-9-b007") as dead:
         await dead.open("orphan", Terms("context"))

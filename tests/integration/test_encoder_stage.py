@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from duplex_sidecar.checkpoint.config import write_config
 from duplex_sidecar.checkpoint.layout import encoder_shape
 from duplex_sidecar.checkpoint.presets import tiny_config
+from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
 from duplex_sidecar.stages.encoder.audio import AudioEncoder, open_state
 from duplex_sidecar.stages.encoder.client import EncoderClient
 from duplex_sidecar.stages.encoder.config import EncoderSettings
@@ -33,6 +34,7 @@ from duplex_sidecar.stages.envelope import (
     EncoderClose,
     EncoderFeed,
     EncoderOpen,
+    EncoderReference,
     EncoderRows,
     Tensor,
     ThinkerClose,
@@ -46,6 +48,7 @@ pytestmark = pytest.mark.integration
 START_TIMEOUT_S = 60.0
 LOG_NAME = "encoder.log"
 FIRST_BYTES, CHUNK_BYTES = 33_120, 32_000
+VOICE = seeded_voice("hum", 75, 1, tiny_config().token2wav)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,7 @@ def checkpoint(weights, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     write_config(tiny_config(), folder)
     save_file(weights, folder / "model.safetensors")
+    save_voice(folder, VOICE)
     return folder
 
 
@@ -202,6 +206,22 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
         )
         with pytest.raises(StageError, match="not for the encoder"):
             await link.call(ThinkerClose("x"), EncoderRows, 5.0)
+
+
+async def test_a_voices_clip_is_encoded_by_its_name(checkpoint, weights, tmp_path):
+    shape = encoder_shape(tiny_config())
+    modules = build(shape, weights)
+    audio = AudioEncoder(shape, modules.apm, modules.audio_projection_layer)
+    async with serving(tmp_path, checkpoint) as (link, _):
+        client = EncoderClient(link)
+        rows = (await client.reference(EncoderReference("hum"))).rows
+        assert rows.shape == (30, 256)
+        assert (rows_of(rows) - audio.reference(VOICE.reference_16khz)).abs().max() <= 1e-5
+        for unknown in ("nobody", "../voices/hum"):
+            with pytest.raises(StageError) as caught:
+                await client.reference(EncoderReference(unknown))
+            assert caught.value.fault is StageFault.REFUSED
+        assert (await client.health()).streams == ()
 
 
 async def restore(

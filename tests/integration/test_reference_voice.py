@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from duplex_sidecar.contract.check import check_file
-from duplex_sidecar.contract.recorder import record
+from duplex_sidecar.contract.recorder import RecordReport, record
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
@@ -78,10 +78,16 @@ async def test_the_clip_stands_in_every_prompt_and_is_encoded_once(
     assert causes >= {"engine_restart", "replica_restart"}
     assert ("slide" in causes) == (mode != "off")
 
-    report = record(sorted((tmp_path / "tapes").glob("*.tape.jsonl")), tmp_path / "traces")
-    assert (report.left_out, report.findings) == ((), ())
+    assert recorded(tmp_path).left_out == ()
+
+
+def recorded(folder: Path) -> RecordReport:
+    """The traces of all tapes there, checked."""
+    report = record(sorted((folder / "tapes").glob("*.tape.jsonl")), folder / "traces")
+    assert report.findings == ()
     for path, _ in report.files:
         assert check_file(path).differences == ()
+    return report
 
 
 async def test_without_a_named_voice_or_without_a_clip_nothing_is_encoded(
@@ -139,11 +145,12 @@ async def test_opened_again_encodes_nothing_and_another_voice_is_a_conflict(
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_without_high_resolution_no_frame_is_seen_in_slices(
-    valkey: EmbeddedValkey, mode: Mode
+    valkey: EmbeddedValkey, mode: Mode, tmp_path: Path
 ) -> None:
-    """What is reserved is what the encoder gives: two blocks for two frames, however large."""
+    """What is reserved is what the encoder gives: two blocks for two frames, however large. The
+    recorded layouts know the public rule alone."""
     terms = replace(with_camera(Terms(mode)), high_resolution=False)
-    async with replica(valkey.url, f"low-{mode}") as here:
+    async with replica(valkey.url, f"low-{mode}", tapes=tmp_path / "tapes") as here:
         await here.open(f"low-{mode}", terms)
         caller = Caller(f"low-{mode}", frames=large_frames)
         await caller.dial(here)
@@ -151,6 +158,8 @@ async def test_without_high_resolution_no_frame_is_seen_in_slices(
         said = await tokens(here.ledger, caller.session)
         check_prompts([here.stages], caller.session, terms, said, caller, large_frames)
         assert caller.failures == []
+    (left_out,) = recorded(tmp_path).left_out
+    assert "layout_sessions" in left_out
 
 
 def large_frames(number: int) -> tuple[bytes, ...]:

@@ -25,6 +25,7 @@ from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import (
     Alive,
     Closed,
+    InputAccepted,
     InputFormatSet,
     Sequenced,
     SessionOpened,
@@ -161,6 +162,18 @@ async def test_a_client_that_says_nothing_is_told_so(here: Replica, clock: Clock
     assert closed == Closed(ErrorCode.SESSION_EXPIRED, "no input within idleTimeout")
     assert caller.attachment is not None
     assert await caller.attachment.next_event() is None
+
+
+async def test_nothing_sent_over_and_over_is_no_input(here: Replica, clock: Clock) -> None:
+    caller = await called(here, "empty", Terms("context", idle="1m"))
+    await caller.talk(1)
+    for _ in range(3):
+        clock.advance(25)
+        assert caller.attachment is not None
+        await caller.attachment.submit(AppendInput(b""))
+        await caller.attachment_takes_mail()
+    failure = await caller.until_failure()
+    assert failure.code is ErrorCode.SESSION_EXPIRED
 
 
 async def test_the_longest_life_of_a_session(here: Replica, clock: Clock) -> None:
@@ -497,14 +510,23 @@ async def test_the_format_is_set_before_the_first_input(here: Replica) -> None:
     assert isinstance(opened, SessionOpened)
     assert opened.input_rate_hz == 24_000
     await attachment.submit(SetInputFormat(AudioEncoding.FLOAT32, 48_000))
-    assert await attachment.next_event() == InputFormatSet("f32le", 48_000)
+    assert await attachment.next_event() == InputFormatSet(AudioEncoding.FLOAT32, 48_000)
     await attachment.submit(SetInputFormat(AudioEncoding.FLOAT32, 1_000))
     failure = await attachment.next_event()
     assert failure is not None
     assert getattr(failure, "code", None) is ErrorCode.INVALID_SAMPLE_RATE
     await attachment.submit(AppendInput(bytes(4 * 48_000)))
     await attachment.submit(SetInputFormat(AudioEncoding.G711_ULAW, 48_000))
-    assert await attachment.next_event() == InputFormatSet("g711_ulaw", 48_000)
+    assert await attachment.next_event() == InputFormatSet(AudioEncoding.G711_ULAW, 48_000)
+    again = await here.registry.attach("format", TOKEN, None)
+    opened = await again.next_event()
+    assert isinstance(opened, SessionOpened)
+    assert opened.input_rate_hz == 48_000
+    await again.submit(AppendInput(b"\0\0\0", event_id="odd"))  # good mu-law
+    failure = await again.next_event()
+    while isinstance(failure, InputAccepted | Sequenced):
+        failure = await again.next_event()
+    assert getattr(failure, "code", None) is ErrorCode.INVALID_AUDIO
 
 
 async def test_input_sent_again_counts_once_frames_included(
@@ -569,7 +591,7 @@ async def test_an_opening_given_up_anywhere_leaves_its_slot_free(
     await caller.talk(2)
     await here.registry.end(session)
     assert here.registry.free_slots == SLOTS
-    assert here.registry._doors == {}
+    assert here.registry._turnstile._doors == {}
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -590,7 +612,7 @@ async def test_an_attach_given_up_anywhere_leaves_its_slot_free(
     attaching.cancel()
     await asyncio.gather(attaching, return_exceptions=True)
     assert here.registry.free_slots == SLOTS
-    assert here.registry._doors == {}
+    assert here.registry._turnstile._doors == {}
     async with asyncio.timeout(1):
         await caller.dial(here)
     await caller.talk(5)
@@ -606,7 +628,7 @@ async def test_a_caller_that_gives_up_waiting_for_another_one(here: Replica) -> 
     await asyncio.gather(second_one, return_exceptions=True)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert (here.registry.free_slots, here.registry._doors) == (SLOTS, {})
+    assert (here.registry.free_slots, here.registry._turnstile._doors) == (SLOTS, {})
     await here.open("queue", Terms("context"))
 
 

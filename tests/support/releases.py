@@ -86,7 +86,7 @@ def install_kinds(cluster: OwnCluster) -> None:
     """The chart of the kinds, also where they are already."""
     cluster.helm(
         *("upgrade", "--install", "duplex-crds", str(CHARTS / "duplex-crds")),
-        *("-n", "kube-system", "--take-ownership"),
+        *("-n", "default", "--take-ownership"),
     )
     cluster.await_kinds()
 

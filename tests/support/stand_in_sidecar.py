@@ -94,6 +94,8 @@ class StandInSidecar:
         self.draining = False
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
+        self.keeps: set[str] = set()
+        """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
         """Replicas and pods that it was told are dead."""
         self._token = token
@@ -201,6 +203,8 @@ class StandInSidecar:
         uid = request.match_info["uid"]
         if uid not in self.sessions:
             return _refuse(404, "session_not_found")
+        if uid in self.keeps:
+            return web.json_response({"ended": False})
         body = await request.json()
         await self._over(uid, "ended", str(body.get("reason", "")))
         return web.json_response({"ended": True})

@@ -10,15 +10,17 @@ POST   /admin/v1/dead-replicas            proof of death: breaks a replica's, or
 GET    /admin/v1/feed                     what happens here, as JSON lines
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
-from duplex_api.manifest import ManifestError, load_manifest, load_manifests
+from duplex_api.manifest import ManifestError, load_manifests
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
 from duplex_api.window import WindowConfigError
@@ -29,7 +31,7 @@ from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
-from duplex_sidecar.session.registry import Claim, SessionRegistry
+from duplex_sidecar.session.registry import Claim, SessionRegistry, name_complaint
 
 MAX_MANIFEST_CHARACTERS = 256 * 1024
 MAX_GRACE_S = 3600.0
@@ -50,6 +52,16 @@ _REFUSAL_STATUS = {
     Refusal.SESSION_BUSY: 409,
 }
 _MANIFEST_ERRORS = (ManifestError, WindowConfigError, UnknownPresetError, UnservedManifestError)
+
+
+async def _session_name(session: str) -> str:
+    if (complaint := name_complaint(session)) is not None:
+        raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
+    return session
+
+
+SessionName = Annotated[str, Depends(_session_name)]
+"""Of a path: a name that the ledger has keys for."""
 
 
 class _Body(BaseModel):
@@ -116,13 +128,17 @@ def admin_router(
         return found
 
     router = APIRouter(prefix=ADMIN_PREFIX)
+    reading = asyncio.Lock()
+    """One manifest is read at a time: threads that compute take turns with the event loop."""
 
     @router.put("/sessions/{session}")
-    async def open_session(session: str, body: OpenSession) -> dict[str, Any]:
+    async def open_session(session: SessionName, body: OpenSession) -> dict[str, Any]:
         if not is_ready():
             raise ClientError(ErrorCode.NOT_READY)
-        manifests = load_manifests(body.manifest)
-        manifest = load_manifest(body.manifest)
+        async with reading:
+            # A text as long as may be takes seconds to read; sessions go on meanwhile.
+            manifests = await asyncio.to_thread(load_manifests, body.manifest)
+        manifest = manifests.only_session()
         pool = manifests.pool_of(manifest)
         return session_view(await sessions().open(session, manifest, body.claim(), pool))
 
@@ -132,24 +148,24 @@ def admin_router(
         return {"sessions": live, "freeSlots": sessions().free_slots}
 
     @router.get("/sessions/{session}")
-    async def get_session(session: str) -> dict[str, Any]:
+    async def get_session(session: SessionName) -> dict[str, Any]:
         actor = sessions().live.get(session)
         if actor is None:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND, "the session does not run here")
         return session_view(actor)
 
     @router.post("/sessions/{session}/park")
-    async def park_session(session: str, body: ParkSession) -> dict[str, Any]:
+    async def park_session(session: SessionName, body: ParkSession) -> dict[str, Any]:
         _ = body
         await sessions().departures.park(session)
         return {"parked": True}
 
     @router.delete("/sessions/{session}")
-    async def end_session(session: str, body: EndSession | None = None) -> dict[str, Any]:
+    async def end_session(session: SessionName, body: EndSession | None = None) -> dict[str, Any]:
         return {"ended": await sessions().end(session, body.reason if body else "")}
 
     @router.post("/erase/{session}")
-    async def erase_session(session: str) -> dict[str, Any]:
+    async def erase_session(session: SessionName) -> dict[str, Any]:
         await sessions().departures.erase(session)
         return {"erased": True}
 
@@ -197,6 +213,15 @@ def install_error_handlers(app: FastAPI) -> None:
         ]
         return JSONResponse({"error": {"code": "invalid_request", "problems": problems}}, 422)
 
+    async def not_served(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 400:
+            # A body that is no JSON in a way of its own: nested without end, not UTF-8.
+            problem = _problem(Problem("", "the body cannot be read as JSON", ""))
+            return JSONResponse({"error": {"code": "invalid_request", "problems": [problem]}}, 422)
+        body = {"error": {"code": "not_served", "message": error.detail}}
+        return JSONResponse(body, error.status_code, error.headers)
+
     async def bad_manifest(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, _MANIFEST_ERRORS)
         problems = [_problem(problem) for problem in error.problems]
@@ -206,6 +231,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientError, client_error)
     app.add_exception_handler(PlacementRefused, refused)
     app.add_exception_handler(RequestValidationError, bad_request)
+    app.add_exception_handler(HTTPException, not_served)
     for kind in _MANIFEST_ERRORS:
         app.add_exception_handler(kind, bad_manifest)
 

@@ -1,5 +1,6 @@
 """Voice files: read, check and make them. NumPy only, so that the sidecar can read one too."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from duplex_sidecar.checkpoint.voice_format import (
     check_voice_header,
 )
 
+log = logging.getLogger(__name__)
+
 DEFAULT_VOICE = "default"
 
 
@@ -44,26 +47,39 @@ class Voice:
 
 def voice_names(folder: Path) -> tuple[str, ...]:
     """Names of the voices of a checkpoint, sorted."""
-    paths = (folder / VOICES_FOLDER).glob(f"*{VOICE_SUFFIX}")
-    return tuple(sorted(path.stem for path in paths if VOICE_NAME.fullmatch(path.stem)))
+    return _names_in(folder / VOICES_FOLDER)
 
 
-def reference_samples(folder: Path, name: str) -> int:
-    """Length of a voice's reference clip at 16 kHz, by its file's header. Raises CheckpointError
-    (missing, unreadable)."""
-    path = folder / VOICES_FOLDER / f"{name}{VOICE_SUFFIX}"
-    clip = read_safetensors_header(path).get(REFERENCE)
-    return clip.shape[0] if clip is not None and clip.shape else 0
+def voice_references(
+    folder: Path, voices_dir: Path | None, config: Token2WavConfig
+) -> dict[str, int]:
+    """Every voice that can be asked for, with the length of its reference clip at 16 kHz (0: none),
+    by its file's header. Raises CheckpointError (missing, unreadable) for the checkpoint's own
+    files; what is wrong in `voices_dir` is logged, and no voice."""
+    found: dict[str, int] = {}
+    for name in voice_names(folder):
+        found[name] = _reference_samples(_file_of(folder, None, name), None)
+    for name in () if voices_dir is None else _names_in(voices_dir):
+        path = _file_of(folder, voices_dir, name)
+        try:
+            found[name] = _reference_samples(path, config)
+        except CheckpointError as error:
+            found.pop(name, None)
+            log.warning("voice is left out", extra={"fields": {"voice": name, "why": str(error)}})
+    return found
 
 
-def load_voice(folder: Path, name: str, config: Token2WavConfig) -> Voice:
-    """FOLDER/voices/NAME.safetensors. Raises CheckpointError (missing, unreadable, invalid_voice).
+def load_voice(
+    folder: Path, name: str, config: Token2WavConfig, voices_dir: Path | None = None
+) -> Voice:
+    """VOICES_DIR/NAME.safetensors where it is there, else FOLDER/voices/NAME.safetensors. Raises
+    CheckpointError (missing, unreadable, invalid_voice).
 
     `name` may come from a client: anything but a plain voice name is `missing`.
     """
-    path = folder / VOICES_FOLDER / f"{name}{VOICE_SUFFIX}"
     if not VOICE_NAME.fullmatch(name):
         raise CheckpointError(CheckpointFault.MISSING, str(folder), f"no voice {name!r}")
+    path = _file_of(folder, voices_dir, name)
     check_voice_header(path, read_safetensors_header(path), config)
     tensors = load_file(path)
     voice = Voice(
@@ -75,6 +91,28 @@ def load_voice(folder: Path, name: str, config: Token2WavConfig) -> Voice:
     )
     _check_values(path, voice, config)
     return voice
+
+
+def _names_in(folder: Path) -> tuple[str, ...]:
+    paths = folder.glob(f"*{VOICE_SUFFIX}")
+    return tuple(sorted(path.stem for path in paths if VOICE_NAME.fullmatch(path.stem)))
+
+
+def _file_of(folder: Path, voices_dir: Path | None, name: str) -> Path:
+    """name: a voice name, so that the file is in one of the two folders."""
+    file = f"{name}{VOICE_SUFFIX}"
+    if voices_dir is not None and (voices_dir / file).is_file():
+        return voices_dir / file
+    return folder / VOICES_FOLDER / file
+
+
+def _reference_samples(path: Path, config: Token2WavConfig | None) -> int:
+    """config: checked against it where one is given."""
+    header = read_safetensors_header(path)
+    if config is not None:
+        check_voice_header(path, header, config)
+    clip = header.get(REFERENCE)
+    return clip.shape[0] if clip is not None and clip.shape else 0
 
 
 def save_voice(folder: Path, voice: Voice) -> Path:

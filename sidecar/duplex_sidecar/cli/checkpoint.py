@@ -2,9 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +22,7 @@ EXIT_FAILED = 2
 def make(
     path: Path,
     *,
-    shape: Annotated[Shape, Parameter(name="--shape")] = Shape.TINY,
+    shape: Literal["tiny", "8b"] = "tiny",
     seed: int = 0,
 ) -> int:
     """Make a checkpoint with the public names and random weights. The same one again is kept.
@@ -41,7 +41,7 @@ def make(
     began = time.monotonic()
     try:
         with console.status(f"making the {shape} checkpoint"):
-            made = _make(path, shape, seed)
+            made = _make(path, Shape(shape), seed)
     except CheckpointError as error:
         console.print(str(error), style="red", markup=False)
         return EXIT_FAILED

@@ -74,7 +74,7 @@ def record(
         print(f"{error}", file=sys.stderr)
         return EXIT_UNUSABLE
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{error.filename or output}: {error.strerror}", file=sys.stderr)
         return EXIT_UNUSABLE
     for path, cases in report.files:
         print(f"{path}: {cases} {'case' if cases == 1 else 'cases'}")

@@ -11,17 +11,20 @@ import shutil
 import tempfile
 import time
 import wave
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter, validators
 from msgspec import structs
 from rich.console import Console
 
 from duplex_api.manifest import ManifestError, load_manifest
 from duplex_sidecar.checkpoint.errors import CheckpointError
-from duplex_sidecar.cli.output import require_room
+from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
+from duplex_sidecar.cli.output import OutputFailed, require_room, written
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
@@ -71,8 +74,8 @@ class _Stage:
 def demo(
     *,
     out: Path = Path("demo-out"),
-    kill_at: int = 30,
-    speed: float = 1.0,
+    kill_at: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 30,
+    speed: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 1.0,
     camera: bool = False,
     examples: Path | None = None,
 ) -> int:
@@ -96,10 +99,14 @@ def demo(
     folder = examples or find_examples()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _demo(console, out, folder, kill_at, speed, camera, started)
+        with leaves_in_order():
+            return _demo(console, out, folder, kill_at, speed, camera, started)
+    except KeyboardInterrupt:
+        console.print("duplex demo: interrupted; what it had started is stopped")
+        return INTERRUPTED
     except ManifestError as error:
         return _complain(console, f"the example is not a valid DuplexSession:\n{error}")
-    except (CheckpointError, EmbeddedError, MediaError, SidecarFailed) as error:
+    except (CheckpointError, EmbeddedError, MediaError, OutputFailed, SidecarFailed) as error:
         return _complain(console, str(error))
     except (ApiError, ConversationFailed) as error:
         return _complain(console, str(error))
@@ -180,7 +187,9 @@ async def _run(
 ) -> int:
     session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
     first = stage.new_sidecar("sidecar-1")
-    await asyncio.to_thread(_start, stage.console, first)
+    stage.console.print("starting sidecar-1: half a minute to a minute", highlight=False)
+    first.start()
+    await _ready(first, _show_start, stage.console, first)
     await asyncio.to_thread(first.open_session, session, manifest, token)
     events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     talk: Talk
@@ -208,7 +217,8 @@ async def _run(
     await asyncio.to_thread(sidecar.stop)
     await _export_ledger(stage, session)
     write_wave(stage.out / "reply.wav", lay_out_replies(talk.replies))
-    draw_timeline(stage.out / "timeline.png", talk, speech, kill_at or None)
+    with written(stage.out / "timeline.png") as path:
+        draw_timeline(path, talk, speech, kill_at or None)
     return _summary(stage, talk, kill_at, time.monotonic() - started)
 
 
@@ -218,11 +228,20 @@ async def _export_ledger(stage: _Stage, session: str) -> None:
         loaded = await reader.load(session)
     finally:
         await reader.close()
-    (stage.out / "ledger.jsonl").write_bytes(b"".join(export_lines(loaded)))
+    with written(stage.out / "ledger.jsonl") as path:
+        path.write_bytes(b"".join(export_lines(loaded)))
 
 
-def _start(console: Console, sidecar: LocalSidecar) -> None:
-    sidecar.start()
+async def _ready(sidecar: LocalSidecar, wait: Callable[..., object], *arguments: object) -> None:
+    """`wait` in a thread, which ends with the sidecar when nobody waits any more."""
+    try:
+        await asyncio.to_thread(wait, *arguments)
+    except asyncio.CancelledError:
+        sidecar.ask_to_stop()
+        raise
+
+
+def _show_start(console: Console, sidecar: LocalSidecar) -> None:
     if console.is_terminal:
         with console.status("starting") as status:
             seconds = sidecar.wait_ready(lambda text: status.update(f"starting: {text}"))
@@ -257,7 +276,7 @@ async def _kill_and_replace(stage: _Stage, table: LiveTable, first: LocalSidecar
     # The address stays the same for the client, as a service's would.
     second.settings = structs.replace(second.settings, port=first.settings.port)
     second.start()
-    await asyncio.to_thread(second.wait_ready, table.status)
+    await _ready(second, second.wait_ready, table.status)
     second.declare_dead(first.settings.replica)
     table.note(f"sidecar-2 ready {time.monotonic() - began:.0f} s after the kill")
 
@@ -279,8 +298,8 @@ def _show(event: dict[str, Any], table: LiveTable) -> None:
 
 
 def write_wave(path: Path, pcm_s16le: bytes) -> None:
-    """24 kHz mono."""
-    with wave.open(str(path), "wb") as file:
+    """24 kHz mono. Raises OutputFailed."""
+    with written(path), wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(OUTPUT_RATE_HZ)
@@ -313,7 +332,7 @@ def _summary(stage: _Stage, talk: Talk, kill_at: int, seconds: float) -> int:
         f"  look       {out / 'timeline.png'}\n"
         f"  traces     grep -c duplex.window.rebuild {out / 'spans.jsonl'}\n"
         f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
-        "  go on      duplex serve; duplex run -f examples/session.yaml --audio FILE\n"
+        "  go on      .venv/bin/duplex run -f examples/session.yaml --audio FILE\n"
         "  check up   duplex doctor",
         highlight=False,
         markup=False,

@@ -1,5 +1,6 @@
 """`duplex doctor`: what is present, what is missing, and how to fix it."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -74,6 +75,15 @@ def engine_plugin() -> Finding:
         ", ".join(sorted(names)) or "none",
         "" if good else "install this project (uv sync), not only its files",
     )
+
+
+def own_code() -> Finding:
+    """A broken installation is seen here, and not in the log of a sidecar that does not start."""
+    try:
+        importlib.import_module("duplex_sidecar.app")
+    except ImportError as error:
+        return Finding("sidecar", Verdict.FAIL, str(error), "install this project again (uv sync)")
+    return Finding("sidecar", Verdict.OK, f"duplex {importlib.metadata.version('duplex')}")
 
 
 def ledger_server() -> Finding:
@@ -151,11 +161,12 @@ def port_of(host: str, port: int) -> Finding:
 
 def checkpoint_of(path: Path) -> Finding:
     if not path.exists():
+        usual = path == default_checkpoint()
         return Finding(
             "checkpoint",
-            Verdict.WARN,
+            Verdict.WARN if usual else Verdict.FAIL,
             f"{path} is not there",
-            f"duplex checkpoint make {path} (duplex demo does it by itself)",
+            f"duplex checkpoint make {path}" + (" (duplex demo does it by itself)" * usual),
         )
     try:
         report = make_report(path)
@@ -187,6 +198,7 @@ def findings(checkpoint: Path, host: str, port: int) -> Iterator[Finding]:
         python_version,
         engine,
         engine_plugin,
+        own_code,
         ledger_server,
         accelerator,
         cores,
@@ -221,5 +233,5 @@ def doctor(checkpoint: Path | None = None, *, host: str = "127.0.0.1", port: int
         table.add_row(marks[finding.verdict], finding.subject, finding.found, finding.remedy)
     console = Console()
     console.print(table)
-    console.print("ready to run" if not failed else f"{failed} things to fix first")
+    console.print("ready to run" if not failed else f"to fix first: {failed}")
     return 1 if failed else 0

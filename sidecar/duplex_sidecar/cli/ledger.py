@@ -14,6 +14,7 @@ from rich.table import Table
 from duplex_sidecar.cli import ledger_carrying as carrying
 from duplex_sidecar.cli import ledger_sweeping as sweeping
 from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.cli.output import written
 from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.keys import session_keys
@@ -200,5 +201,6 @@ def _export(loaded: LoadedSession, output: Path | None) -> int:
         sys.stdout.buffer.write(lines)
         sys.stdout.flush()
     else:
-        output.write_bytes(lines)
+        with written(output):
+            output.write_bytes(lines)
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from duplex_sidecar.cli.output import OutputFailed
 from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError
 
 Url = Annotated[
@@ -30,6 +31,6 @@ def guarded(work: Callable[[], Awaitable[int]]) -> int:
     except LedgerCorrupt as error:
         print(f"corrupt: {error}", file=sys.stderr)
         return 1
-    except (LedgerError, ValueError, OSError) as error:
+    except (LedgerError, OutputFailed, ValueError, OSError) as error:
         print(str(error), file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.cli.output import written
 from duplex_sidecar.ledger.archive import MAX_ARCHIVE_BYTES, read_archive, write_archive
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
@@ -45,7 +46,8 @@ async def _archive(url: str, session: str, output: Path) -> int:
         data = write_archive(await ledger.archive(session))
     finally:
         await ledger.close()
-    await asyncio.to_thread(output.write_bytes, data)
+    with written(output):
+        await asyncio.to_thread(output.write_bytes, data)
     print(f"wrote {len(data):,} bytes of session {session}")
     return 0
 

@@ -1,18 +1,26 @@
 """`duplex`: the command line. One file a verb; each is imported only when it is called."""
 
 import sys
+from importlib.metadata import version
 
 from cyclopts import App
 
-app = App(name="duplex", help="Live two-way speech conversations with an omni model.")
-app.command("duplex_sidecar.cli.demo:demo", name="demo")
-app.command("duplex_sidecar.cli.run:run", name="run")
-app.command("duplex_sidecar.cli.serve:serve", name="serve")
-app.command("duplex_sidecar.cli.doctor:doctor", name="doctor")
-app.command("duplex_sidecar.cli.checkpoint:app", name="checkpoint")
-app.command("duplex_sidecar.cli.contract:app", name="contract")
-app.command("duplex_sidecar.cli.ledger:app", name="ledger")
-app.command("duplex_sidecar.cli.history:app", name="history")
+app = App(
+    name="duplex",
+    help="Live two-way speech conversations with an omni model.",
+    version=lambda: version("duplex"),
+)
+for _verb, _where, _help in (
+    ("demo", "demo:demo", "A conversation on this machine, with a kill in the middle."),
+    ("run", "run:run", "One conversation from a manifest and a recording."),
+    ("serve", "serve:serve", "The sidecar alone, until it is told to stop."),
+    ("doctor", "doctor:doctor", "What is present, what is missing, how to fix it."),
+    ("checkpoint", "checkpoint:app", "Make a checkpoint to try things with, or look at one."),
+    ("contract", "contract:app", "Check the model's rules against recorded cases."),
+    ("ledger", "ledger:app", "Look at, carry or erase the ledgers of sessions."),
+    ("history", "history:app", "Judge what outside observers saw of conversations."),
+):
+    app.command(f"duplex_sidecar.cli.{_where}", name=_verb, help=_help)
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 
 from duplex_api.manifest import ManifestError, load_manifest
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.demo import write_wave
-from duplex_sidecar.cli.output import require_room
+from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
+from duplex_sidecar.cli.output import OutputFailed, require_room
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
@@ -32,7 +33,7 @@ def run(
     file: Annotated[Path, Parameter(name=["--file", "-f"])],
     audio: Path,
     video: Path | None = None,
-    speed: float = 1.0,
+    speed: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 1.0,
     out: Path = Path("reply.wav"),
     checkpoint: Path | None = None,
     redis_url: str | None = None,
@@ -73,15 +74,20 @@ def run(
 
             make_tiny(path, cache_dir=default_cache_dir())
         tape = "" if contract_tape is None else str(contract_tape.absolute())
-        return _run(console, manifest, speech, frames, speed, out, path, redis_url, tape)
+        with leaves_in_order():
+            return _run(console, manifest, speech, frames, speed, out, path, redis_url, tape)
+    except KeyboardInterrupt:
+        console.print("duplex run: interrupted; what it had started is stopped")
+        return INTERRUPTED
     except ManifestError as error:
         console.print(f"{file} is not a valid DuplexSession:\n{error}", style="red", markup=False)
-    except (CheckpointError, EmbeddedError, MediaError, SidecarFailed) as error:
+    except (CheckpointError, EmbeddedError, MediaError, OutputFailed, SidecarFailed) as error:
         console.print(str(error), style="red", markup=False)
     except (ApiError, ConversationFailed) as error:
         console.print(str(error), style="red", markup=False)
     except OSError as error:
-        console.print(f"{error.filename}: {error.strerror or error}", style="red", markup=False)
+        where = f"{error.filename}: " if error.filename else ""
+        console.print(f"{where}{error.strerror or error}", style="red", markup=False)
     return 1
 
 

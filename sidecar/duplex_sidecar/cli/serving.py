@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from duplex_sidecar.app import SidecarApps
+from duplex_sidecar.doors.http import DoorHttp
 from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
 from duplex_sidecar.doors.websocket import DoorWebSocket
 from duplex_sidecar.settings import SidecarSettings
@@ -137,6 +138,7 @@ def _config(
         log_config=None,
         access_log=False,
         lifespan=lifespan,
+        http=DoorHttp,
         ws=DoorWebSocket,
         ws_max_size=MAX_MESSAGE_BYTES + 1024,
         ws_per_message_deflate=False,

@@ -171,6 +171,11 @@ class LocalSidecar:
         if self.process is not None:
             self.process.wait(timeout=10)
 
+    def ask_to_stop(self) -> None:
+        """SIGTERM, without waiting."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
     def stop(self, timeout_s: float = 30.0) -> int | None:
         """SIGTERM and wait; by force after the time. Returns the exit status."""
         if self.process is None:

@@ -2,7 +2,9 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,8 +12,10 @@ import msgspec
 
 T = TypeVar("T")
 
+MAX_CASE_BYTES = 1 << 28
 MAX_FILE_BYTES = 1 << 30
-"""Bound on the unpacked size, so that a wrong file cannot fill the memory."""
+"""Bounds on the unpacked size of a line and of a `.json` file, so that a wrong file cannot fill the
+memory. A `.jsonl` file is read line by line and may have any size."""
 
 
 class ContractFileError(ValueError):
@@ -32,9 +36,14 @@ class RecordedFile:
 
     def lines(self) -> Iterator[bytes]:
         """The cases of a `.jsonl` file, as JSON texts."""
-        for line in self._read().splitlines():
-            if line.strip():
-                yield line
+        with self._opened() as source:
+            while line := source.readline(MAX_CASE_BYTES + 1):
+                if len(line) > MAX_CASE_BYTES:
+                    raise ContractFileError(
+                        f"{self.path}: a line is larger than {MAX_CASE_BYTES} bytes unpacked"
+                    )
+                if line.strip():
+                    yield line
 
     def parts(self) -> dict[str, msgspec.Raw]:
         """The values of a `.json` file, as JSON texts by key."""
@@ -54,14 +63,20 @@ class RecordedFile:
             raise ContractFileError(problem) from error
 
     def _read(self) -> bytes:
+        with self._opened() as source:
+            data = source.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ContractFileError(f"{self.path}: larger than {MAX_FILE_BYTES} bytes unpacked")
+        return data
+
+    @contextmanager
+    def _opened(self) -> Generator[gzip.GzipFile | BufferedReader]:
+        """The file, unpacked on the way."""
         try:
             with self.path.open("rb") as raw:
                 packed = raw.read(2) == b"\x1f\x8b"
                 raw.seek(0)
                 with gzip.open(raw) if packed else raw as source:
-                    data = source.read(MAX_FILE_BYTES + 1)
+                    yield source
         except (OSError, EOFError, zlib.error) as error:
             raise ContractFileError(f"{self.path}: cannot be read: {error}") from error
-        if len(data) > MAX_FILE_BYTES:
-            raise ContractFileError(f"{self.path}: larger than {MAX_FILE_BYTES} bytes unpacked")
-        return data

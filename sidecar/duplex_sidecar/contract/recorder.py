@@ -40,6 +40,8 @@ NOT_RECORDED = (
     "whether an append was final, lengths of texts: stages are not told (written as false and 0)",
     "refused appends: they reach no stage",
     "sessions with hysteresisUnits or boundary: no planner_sessions, no layout_sessions",
+    "frames that highResolution: false left whole: no layout_sessions",
+    "a vocoder that was caught up from the middle of a long turn: no producer_sessions",
 )
 
 

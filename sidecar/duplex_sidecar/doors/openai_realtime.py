@@ -1,7 +1,6 @@
 """The realtime door at /v1/realtime: one WebSocket, one session, no knowledge of models.
 
-The token comes as `Authorization: Bearer`, or, for browsers, which cannot set headers, as the
-subprotocol `openai-insecure-api-key.<token>`. Two tasks run for a socket: one reads messages into
+Two tasks run for a socket: one reads messages into
 commands, one writes events; whichever ends first ends the other.
 """
 
@@ -11,41 +10,25 @@ import logging
 
 from fastapi import WebSocket, WebSocketDisconnect
 
+from duplex_sidecar.doors.bearer import bearer_token
+from duplex_sidecar.doors.first_message import resume_point
+from duplex_sidecar.doors.openai_events import render_event
 from duplex_sidecar.doors.openai_wire import (
     Resume,
     WireError,
     parse_message,
-    render_event,
 )
-from duplex_sidecar.protocol.commands import Command
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, Event, Failure
 from duplex_sidecar.session.port import Attachment, SessionPort
 
-FIRST_MESSAGE_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 10.0
 FAREWELL_TIMEOUT_S = 2.0
 """For the error that tells why a connection is closed; a client that does not read does without."""
 MAX_ERRORS_IN_A_ROW = 100
 """A socket that sends nothing but rubbish is closed."""
-_TOKEN_PROTOCOL = "openai-insecure-api-key."
 
 log = logging.getLogger(__name__)
-
-
-def bearer_token(websocket: WebSocket) -> tuple[str, str | None]:
-    """(token, subprotocol to confirm). An absent token is the empty string."""
-    scheme, _, token = websocket.headers.get("authorization", "").partition(" ")
-    offered = [
-        part.strip() for part in websocket.headers.get("sec-websocket-protocol", "").split(",")
-    ]
-    confirmed = "realtime" if "realtime" in offered else None
-    if scheme.lower() == "bearer" and token:
-        return token.strip(), confirmed
-    for part in offered:
-        if part.startswith(_TOKEN_PROTOCOL):
-            return part.removeprefix(_TOKEN_PROTOCOL), confirmed
-    return "", confirmed
 
 
 async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str) -> None:
@@ -54,14 +37,14 @@ async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str
     A client may be silent as long as its session allows it; that it has gone without a word is seen
     by the server's pings.
     """
-    token, subprotocol = bearer_token(websocket)
+    token, subprotocol = bearer_token(websocket.headers)
     await websocket.accept(subprotocol=subprotocol)
     session = websocket.query_params.get("session", "")
     attachment: Attachment | None = None
     try:
         last_sequence: int | None = None
         if websocket.query_params.get("resume") in ("1", "true"):
-            last_sequence = await _resume_point(websocket)
+            last_sequence = await resume_point(_receive(websocket))
         attachment = await sessions.attach(session, token, last_sequence)
         await _converse(websocket, attachment, model)
     except ClientError as error:
@@ -71,18 +54,6 @@ async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str
     finally:
         if attachment is not None:
             await attachment.detach()
-
-
-async def _resume_point(websocket: WebSocket) -> int:
-    message: Command | Resume | None = None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
-            message = parse_message(await _receive(websocket))
-    if not isinstance(message, Resume):
-        raise ClientError(
-            ErrorCode.OUT_OF_ORDER_EVENT, "resume=1 needs session.resume as first message"
-        )
-    return message.last_received_server_event_seq
 
 
 async def _receive(websocket: WebSocket) -> str | bytes:

@@ -1,8 +1,7 @@
-"""The OpenAI-GA-shaped realtime protocol: wire JSON <-> protocol commands and events. Pure.
+"""The OpenAI-GA-shaped realtime protocol: what a client says, wire JSON -> protocol commands. Pure.
 
-One sequenced event is one wire message, so `server_event_seq` counts messages. Ids are derived from
-session, turn and sequence: a replayed message has the bytes it had the first time. Our own
-extensions are the `duplex` field of standard events and the event types that start with `duplex.`.
+What it hears is `doors.openai_events`. Of our own are the fields that the public protocol does not
+have, such as `from_sample` or `video_frames`.
 """
 
 from typing import Annotated, Any
@@ -19,26 +18,11 @@ from duplex_sidecar.protocol.commands import (
     Heartbeat,
     SetInputFormat,
 )
-from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
-from duplex_sidecar.protocol.events import (
-    Alive,
-    Audio,
-    Closed,
-    Event,
-    Failure,
-    InputAccepted,
-    InputCleared,
-    InputFormatSet,
-    ResyncRequired,
-    Sequenced,
-    SessionOpened,
-    Transcript,
-    TurnMark,
-    TurnStep,
-    UnitDone,
-)
+from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 
 MAX_MESSAGE_BYTES = 15 * 1024 * 1024
+MAX_CONTROL_BYTES = 64 * 1024
+"""Of an event that carries no sound: what has to wait for somebody is bounded by it."""
 MAX_FRAMES_PER_APPEND = 2
 MAX_ID_CHARACTERS = 512
 MAX_DETAIL_CHARACTERS = 400
@@ -65,8 +49,6 @@ UNSUPPORTED_TYPES = frozenset(
     }
 )
 """Public event types that this door knows and answers with `unsupported_event`."""
-
-# --- client -> server ---------------------------------------------------------------------------
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -145,9 +127,10 @@ class _Head(msgspec.Struct):
     event_id: _Id | None = None
 
 
+_APPEND = "input_audio_buffer.append"
 _WIRE_TYPES: dict[str, type[msgspec.Struct]] = {
     "session.update": _SessionUpdate,
-    "input_audio_buffer.append": _Append,
+    _APPEND: _Append,
     "input_audio_buffer.commit": _Commit,
     "input_audio_buffer.clear": _Clear,
     "session.heartbeat": _Heartbeat,
@@ -166,6 +149,7 @@ _ENCODINGS = {
     "audio/pcma": AudioEncoding.G711_ALAW,
     "audio/x-f32le": AudioEncoding.FLOAT32,
 }
+INPUT_TYPES = {encoding: name for name, encoding in _ENCODINGS.items()}
 _DEFAULT_RATES_HZ = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}
 
 
@@ -189,10 +173,15 @@ def parse_message(raw: str | bytes) -> Command | Resume:
         raise WireError(ErrorCode.INVALID_EVENT, str(error), None) from None
     except (msgspec.DecodeError, UnicodeError):
         raise WireError(ErrorCode.INVALID_JSON, "the message is not JSON", None) from None
+    except RecursionError:
+        raise _too_deep(None) from None
     if head.type in UNSUPPORTED_TYPES:
         raise WireError(
             ErrorCode.UNSUPPORTED_EVENT, f"{head.type} is not supported", head.event_id, "type"
         )
+    if head.type != _APPEND and len(raw) > MAX_CONTROL_BYTES:
+        detail = f"an event without sound may have {MAX_CONTROL_BYTES} bytes"
+        raise WireError(ErrorCode.INVALID_EVENT, detail, head.event_id)
     decoder = _DECODERS.get(head.type)
     if decoder is None:
         raise WireError(
@@ -202,10 +191,16 @@ def parse_message(raw: str | bytes) -> Command | Resume:
         return _to_command(decoder.decode(raw))
     except msgspec.ValidationError as error:
         raise _invalid(str(error), head.event_id) from None
+    except RecursionError:
+        raise _too_deep(head.event_id) from None
     except WireError:
         raise
     except ClientError as error:
         raise WireError(error.code, error.detail, head.event_id, error.param) from None
+
+
+def _too_deep(event_id: str | None) -> WireError:
+    return WireError(ErrorCode.INVALID_JSON, "the message is nested too deeply", event_id)
 
 
 def _invalid(reason: str, event_id: str | None) -> WireError:
@@ -277,152 +272,3 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
     if rate_hz is None or not 8_000 <= rate_hz <= 192_000:
         raise ClientError(ErrorCode.INVALID_SAMPLE_RATE, param="session.audio.input.format.rate")
     return SetInputFormat(encoding, rate_hz, wire.event_id)
-
-
-# --- server -> client ---------------------------------------------------------------------------
-
-
-def render_event(event: Event, session: str, model: str) -> bytes:
-    """One event to one wire message (UTF-8 JSON)."""
-    if isinstance(event, Sequenced):
-        body = _sequenced(event, session)
-        body["event_id"] = f"event_{event.sequence}"
-        body["server_event_seq"] = event.sequence
-    else:
-        body = _unsequenced(event, session, model)
-        body.setdefault("event_id", "event_now")
-    return msgspec.json.encode(body)
-
-
-def _session_object(session: str, model: str, rate_hz: int) -> dict[str, Any]:
-    return {
-        "type": "realtime",
-        "object": "realtime.session",
-        "id": session,
-        "model": model,
-        "output_modalities": ["audio"],
-        "audio": {
-            "input": {"format": {"type": "audio/pcm", "rate": rate_hz}, "turn_detection": None},
-            "output": {"format": {"type": "audio/pcm", "rate": OUTPUT_RATE_HZ}},
-        },
-    }
-
-
-def _unsequenced(event: Event, session: str, model: str) -> dict[str, Any]:
-    match event:
-        case SessionOpened():
-            return {
-                "type": "session.resumed" if event.resumed else "session.created",
-                "session": _session_object(session, model, event.input_rate_hz),
-                "duplex": msgspec.to_builtins(event),
-            }
-        case InputFormatSet():
-            return {
-                "type": "session.updated",
-                "session": _session_object(session, model, event.rate_hz),
-            }
-        case InputAccepted():
-            return {
-                "type": "input_audio_buffer.committed",
-                "item_id": f"item_in_{event.unit}",
-                "previous_item_id": f"item_in_{event.unit - 1}" if event.unit > 1 else None,
-                "duplex": msgspec.to_builtins(event),
-            }
-        case InputCleared():
-            return {"type": "input_audio_buffer.cleared"}
-        case ResyncRequired():
-            return {"type": "session.resync_required", "duplex": msgspec.to_builtins(event)}
-        case Alive():
-            return {"type": "session.heartbeat_ack", "client_event_id": event.event_id}
-        case Failure():
-            entry = ERRORS[event.code]
-            return {
-                "type": "error",
-                "error": {
-                    "type": entry.type,
-                    "code": event.code,
-                    "message": event.detail,
-                    "param": event.param,
-                    "event_id": event.event_id,
-                    "retryable": entry.retryable,
-                },
-            }
-        case Closed():
-            return {"type": "session.closed", "reason": event.code, "message": event.detail}
-        case Sequenced():  # pragma: no cover - rendered by _sequenced
-            raise ValueError("a sequenced event")
-
-
-def _sequenced(event: Sequenced, session: str) -> dict[str, Any]:
-    body = event.body
-    if isinstance(body, UnitDone):
-        return msgspec.to_builtins(body) | {"type": "duplex.unit"}
-    names = {
-        "response_id": f"resp_{session}_{body.turn}",
-        "item_id": f"item_{session}_{body.turn}",
-        "output_index": 0,
-        "content_index": 0,
-    }
-    match body:
-        case Transcript():
-            return {"type": "response.output_audio_transcript.delta", "delta": body.text} | names
-        case Audio():
-            facts = {
-                "unit": body.unit,
-                "epoch": body.epoch,
-                "stage2_sequence": body.stage2_sequence,
-                "from_sample": body.from_sample,
-            }
-            return {
-                "type": "response.output_audio.delta",
-                "delta": body.pcm_s16le,
-                "duplex": facts,
-            } | names
-        case TurnMark():
-            return _turn_mark(body, names)
-
-
-def _turn_mark(mark: TurnMark, names: dict[str, Any]) -> dict[str, Any]:
-    response_id, item_id = names["response_id"], names["item_id"]
-    closing = mark.step is TurnStep.ITEM_DONE or mark.step is TurnStep.ENDED
-    item = {
-        "id": item_id,
-        "object": "realtime.item",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed" if closing else "in_progress",
-        "content": [{"type": "output_audio", "transcript": mark.text}] if closing else [],
-    }
-    response = {
-        "id": response_id,
-        "object": "realtime.response",
-        "status": "completed" if mark.step is TurnStep.ENDED else "in_progress",
-        "output": [item] if mark.step is TurnStep.ENDED else [],
-        "output_modalities": ["audio"],
-    }
-    part = {"type": "audio", "transcript": mark.text}
-    of_item = {"response_id": response_id, "output_index": 0, "item": item}
-    match mark.step:
-        case TurnStep.STARTED:
-            return {"type": "response.created", "response": response}
-        case TurnStep.ITEM_STARTED:
-            return {"type": "response.output_item.added"} | of_item
-        case TurnStep.CONTENT_STARTED:
-            return {"type": "response.content_part.added", "part": part} | names
-        case TurnStep.AUDIO_DONE:
-            return {"type": "response.output_audio.done"} | names
-        case TurnStep.TRANSCRIPT_DONE:
-            return {
-                "type": "response.output_audio_transcript.done",
-                "transcript": mark.text,
-            } | names
-        case TurnStep.CONTENT_DONE:
-            return {"type": "response.content_part.done", "part": part} | names
-        case TurnStep.ITEM_DONE:
-            return {"type": "response.output_item.done"} | of_item
-        case TurnStep.ENDED:
-            return {
-                "type": "response.done",
-                "response": response,
-                "duplex": {"samples": mark.samples, "unit": mark.unit},
-            }

@@ -58,7 +58,7 @@ def read_archive(data: bytes) -> Archive:
         raise LedgerCorrupt("", "archive", "differs from its hash: cut short or changed")
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LedgerCorrupt("", "archive", str(error)) from error
 
 

@@ -15,6 +15,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError, WatchErro
 
 from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
+from duplex_sidecar.ledger.cancelling import raise_if_cancelled
 from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable, LedgerUnsuitable
 from duplex_sidecar.ledger.failures import Action, action_of, refusal, words_of
 from duplex_sidecar.ledger.pools import make_pool
@@ -118,8 +119,11 @@ class Connection:
         """Run a script; sent a second time (same operation id) if the outcome is unknown."""
         for attempt in (1, 2):
             try:
-                return await self._evalsha(call)
+                answer = await self._evalsha(call)
+                raise_if_cancelled()
+                return answer
             except _ERRORS as error:
+                raise_if_cancelled()
                 action = action_of(error)
                 if action is Action.FIND_PRIMARY:
                     await self._pool.disconnect(inuse_connections=False)
@@ -214,6 +218,7 @@ class Connection:
                 for command in commands:
                     pipeline.execute_command(*command)
                 await pipeline.execute()
+            raise_if_cancelled()
         except WatchError:
             return False
         except _ERRORS as error:
@@ -230,7 +235,9 @@ class Connection:
                     for command in commands:
                         pipeline.execute_command(*command)
                     answers = await pipeline.execute(raise_on_error=False)
+                raise_if_cancelled()
             except _ERRORS as error:
+                raise_if_cancelled()
                 if action_of(error) is not Action.RESOLVE:
                     raise refusal(session, error) from error
                 if attempt == 2:

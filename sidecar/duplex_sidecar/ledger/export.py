@@ -74,7 +74,7 @@ def verify_lines(lines: Iterable[bytes]) -> int:
     for number, text in enumerate(lines, start=1):
         try:
             line = msgspec.json.decode(text, type=Line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise LedgerCorrupt(session, f"line {number}", str(error)) from error
         data = [record.encode() for record in line.records]
         session, last_hash = line.session, line.hash

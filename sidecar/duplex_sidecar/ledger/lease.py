@@ -141,7 +141,9 @@ class LeaseKeeper:
         except Exception as error:
             # Nobody renews any more: whoever waits for the lease has to learn of it.
             log.exception("lease cannot be renewed")
-            return self._lose(LeaseLost(self._lease.session, f"not renewed: {type(error).__name__}"))
+            return self._lose(
+                LeaseLost(self._lease.session, f"not renewed: {type(error).__name__}")
+            )
         if self.state is LeaseState.SILENT:
             self.silences += 1
         self._lease = lease

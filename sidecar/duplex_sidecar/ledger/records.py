@@ -281,7 +281,7 @@ def decode(session: str, index: int, stored: bytes) -> Record:
         if schema > SCHEMA:
             raise SchemaTooNew(session, name, schema)
         return _decoder.decode(stored)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LedgerCorrupt(session, name, str(error)) from error
 
 

@@ -56,8 +56,6 @@ class RefusalCode(StrEnum):
     OTHER_CHECKPOINT = "other_checkpoint"
     TRIMMED_TOO_FAR = "trimmed_too_far"
     """The entries of a unit that would have to be spoken again are gone."""
-    LEDGER_REWOUND = "ledger_rewound"
-    """The ledger ends before what was acknowledged to the client."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -67,10 +65,9 @@ class Refuse(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decide(loaded: LoadedSession, *, checkpoint: str, acknowledged_seq: int = 0) -> Resume | Refuse:
-    """checkpoint: fingerprint of the one that runs here. acknowledged_seq: last unit that a client
-    or gateway says was acknowledged, 0 if nobody says anything."""
-    refusal = _refusal(loaded, checkpoint, acknowledged_seq)
+def decide(loaded: LoadedSession, *, checkpoint: str) -> Resume | Refuse:
+    """checkpoint: fingerprint of the one that runs here."""
+    refusal = _refusal(loaded, checkpoint)
     if refusal is not None:
         return refusal
     units = {unit.seq: unit for unit in loaded.committed}
@@ -96,7 +93,7 @@ def next_epoch(loaded: LoadedSession) -> int:
     return max((*epochs, *(mark.epoch for mark in loaded.marks)), default=-1) + 1
 
 
-def _refusal(loaded: LoadedSession, checkpoint: str, acknowledged_seq: int) -> Refuse | None:
+def _refusal(loaded: LoadedSession, checkpoint: str) -> Refuse | None:
     if loaded.meta.phase is not Phase.OPEN or loaded.closed is not None:
         closed = loaded.closed
         reason = closed.reason if closed is not None else loaded.meta.reason
@@ -104,10 +101,6 @@ def _refusal(loaded: LoadedSession, checkpoint: str, acknowledged_seq: int) -> R
     if loaded.opening.checkpoint != checkpoint:
         reason = f"opening names checkpoint {loaded.opening.checkpoint}, here runs {checkpoint}"
         return Refuse(RefusalCode.OTHER_CHECKPOINT, reason)
-    last = loaded.head.open_seq or loaded.head.committed_seq
-    if acknowledged_seq > last:
-        reason = f"unit {acknowledged_seq} was acknowledged, the ledger ends at {last}"
-        return Refuse(RefusalCode.LEDGER_REWOUND, reason)
     if loaded.open_unit is not None and loaded.attempts >= MAX_ATTEMPTS:
         reason = f"unit {loaded.open_unit.seq} was submitted {loaded.attempts} times"
         return Refuse(RefusalCode.UNIT_FAILED, reason)

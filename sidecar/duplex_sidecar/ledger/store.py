@@ -6,7 +6,6 @@ before each event leaves.
 """
 
 import secrets
-import time
 
 import msgspec
 
@@ -30,9 +29,14 @@ from duplex_sidecar.ledger.owners import OwnersCalls
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
-
-MAX_RECORD_BYTES = 256 * 1024
-MAX_STATE_BYTES = 4 * 1024 * 1024
+from duplex_sidecar.ledger.writing import (
+    chained,
+    check_state,
+    encode_record,
+    new_operation,
+    now_ms,
+    optional,
+)
 
 _PLACES: dict[type[records.NoteDraft], str] = {
     records.RedoDraft: "open",
@@ -113,17 +117,17 @@ class Ledger:
         """Entry 0. state: the opaque snapshot before unit 1. retention_ms: expiry of all keys,
         refreshed by the owner's renewals; None = the options'. Raises `SessionExists`,
         `SessionErased`."""
-        _check_state(draft.session, state)
+        check_state(draft.session, state)
         opening = records.Opening(
             **msgspec.structs.asdict(draft),
             schema=records.SCHEMA,
             rows=tuple(records.media_ref(rows) for rows in reference_rows),
             state_sha256=records.sha256(state),
             replica=replica,
-            at_ms=_now_ms(),
+            at_ms=now_ms(),
             prev_hash=records.GENESIS_HASH,
         )
-        stored = _encode(draft.session, opening)
+        stored = encode_record(draft.session, opening)
         digest = records.sha256(stored)
         keys = session_keys(draft.session)
         rows = pack_blobs(reference_rows)
@@ -133,7 +137,7 @@ class Ledger:
             ScriptName.CREATE,
             (keys.meta, keys.entries, keys.rows, keys.state),
             (
-                *(_operation(), digest, stored, rows, state, token_sha256),
+                *(new_operation(), digest, stored, rows, state, token_sha256),
                 self._options.retention_ms if retention_ms is None else retention_ms,
             ),
             then,
@@ -240,7 +244,7 @@ class Ledger:
         Raises `HeadMismatch`, `LedgerFull` (nothing written).
         """
         if state is not None:
-            _check_state(lease.session, state)
+            check_state(lease.session, state)
         record = records.Accepted(
             **msgspec.structs.asdict(draft),
             schema=records.SCHEMA,
@@ -248,10 +252,10 @@ class Ledger:
             state_sha256=None if state is None else records.sha256(state),
             attempts=1,
             replica=lease.replica,
-            at_ms=_now_ms(),
+            at_ms=now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(lease.session, record)
+        stored = encode_record(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         then = Head(head.index + 1, digest, head.committed_seq, draft.seq)
@@ -260,8 +264,8 @@ class Ledger:
             ScriptName.ACCEPT,
             (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
             (
-                *_chained(lease, head, draft.seq, digest, stored),
-                *_optional(state),
+                *chained(lease, head, draft.seq, digest, stored),
+                *optional(state),
                 media.pcm,
                 media.rows,
                 pack_blobs(media.frames),
@@ -278,17 +282,17 @@ class Ledger:
 
         Raises `HeadMismatch`, `LedgerFull`; ValueError when `trim` would drop what is needed.
         """
-        _check_state(lease.session, state)
+        check_state(lease.session, state)
         trim.check(draft.seq)
         record = records.Committed(
             **msgspec.structs.asdict(draft),
             schema=records.SCHEMA,
             state_sha256=records.sha256(state),
             replica=lease.replica,
-            at_ms=_now_ms(),
+            at_ms=now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(lease.session, record)
+        stored = encode_record(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         then = Head(head.index + 1, digest, draft.seq, None)
@@ -297,7 +301,7 @@ class Ledger:
             ScriptName.COMMIT,
             (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
             (
-                *_chained(lease, head, draft.seq, digest, stored),
+                *chained(lease, head, draft.seq, digest, stored),
                 state,
                 trim.window_below,
                 trim.pcm_below,
@@ -318,10 +322,10 @@ class Ledger:
             draft,
             state_sha256=None if state is None else records.sha256(state),
             replica=lease.replica,
-            at_ms=_now_ms(),
+            at_ms=now_ms(),
             prev_hash=head.hash,
         )
-        stored = _encode(lease.session, record)
+        stored = encode_record(lease.session, record)
         digest = records.sha256(stored)
         keys = session_keys(lease.session)
         place = _PLACES[type(draft)]
@@ -330,7 +334,7 @@ class Ledger:
             lease.session,
             ScriptName.NOTE,
             (keys.meta, keys.entries, keys.order, keys.state),
-            (*_chained(lease, head, draft.seq, digest, stored), *_optional(state), place),
+            (*chained(lease, head, draft.seq, digest, stored), *optional(state), place),
             then,
         )
         return then
@@ -338,9 +342,12 @@ class Ledger:
     async def count_respeak(self, lease: Lease, seq: int, operation: str) -> int:
         """The committed unit is about to run again for its sound: how often it then has, this time
         included. operation: the same on a repeat, which counts nothing."""
-        key = session_keys(lease.session).meta
-        arguments = (lease.fence, lease.nonce, operation, seq)
-        return int((await self._run(lease.session, ScriptName.RESPEAK, (key,), arguments))[1])
+        return await self._count(lease, seq, operation, "respeak")
+
+    async def count_failure(self, lease: Lease, seq: int, operation: str) -> int:
+        """An owner failed behind committed unit `seq`, and nobody knows why: how often that now
+        was there. operation: as in `count_respeak`."""
+        return await self._count(lease, seq, operation, "failure")
 
     # --- the journal ----------------------------------------------------------------------------
 
@@ -362,13 +369,13 @@ class Ledger:
             (
                 lease.fence,
                 lease.nonce,
-                _operation(),
+                new_operation(),
                 batch.unit,
                 batch.first_seq,
                 options.max_journal_bytes,
                 options.max_journal_age_ms,
                 "" if batch.voiced_through is None else batch.voiced_through,
-                *_optional(batch.voice_state),
+                *optional(batch.voice_state),
                 *marked,
                 *batch.events,
             ),
@@ -384,6 +391,11 @@ class Ledger:
         after create, accept, commit and note. (A lease is not taken this way: acquire again.)"""
         await self._calls.run(pending)
         return pending.then
+
+    async def _count(self, lease: Lease, seq: int, operation: str, what: str) -> int:
+        key = session_keys(lease.session).meta
+        arguments = (lease.fence, lease.nonce, operation, seq, what)
+        return int((await self._run(lease.session, ScriptName.RESPEAK, (key,), arguments))[1])
 
     async def _token(self, lease: Lease, action: str, token_sha256: str) -> None:
         key = session_keys(lease.session).meta
@@ -403,34 +415,3 @@ class Ledger:
 
     def _deadline_ms(self) -> int:
         return boottime_ms() + LEASE_MS - MARGIN_MS
-
-
-def _chained(
-    lease: Lease, head: Head, seq: int, digest: str, stored: bytes
-) -> tuple[Argument, ...]:
-    """The arguments that every write of the chain begins with."""
-    return (lease.fence, lease.nonce, _operation(), head.hash, seq, digest, stored)
-
-
-def _optional(blob: bytes | None) -> tuple[Argument, Argument]:
-    return ("0", "") if blob is None else ("1", blob)
-
-
-def _encode(session: str, record: records.Record) -> bytes:
-    stored = records.encode(record)
-    if len(stored) > MAX_RECORD_BYTES:
-        raise LedgerFull(session, f"a record of {len(stored)} bytes, {MAX_RECORD_BYTES} allowed")
-    return stored
-
-
-def _check_state(session: str, state: bytes) -> None:
-    if len(state) > MAX_STATE_BYTES:
-        raise LedgerFull(session, f"a state of {len(state)} bytes, {MAX_STATE_BYTES} allowed")
-
-
-def _operation() -> str:
-    return secrets.token_hex(8)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from duplex_sidecar.protocol.commands import AudioEncoding
 from duplex_sidecar.protocol.errors import ErrorCode
 
 
@@ -65,7 +66,7 @@ class InputCleared(msgspec.Struct, frozen=True):
 
 
 class InputFormatSet(msgspec.Struct, frozen=True):
-    encoding: str
+    encoding: AudioEncoding
     rate_hz: int
 
 

@@ -160,6 +160,7 @@ class SessionActor:
             return self._greet(outbox, number, last_sequence)
 
         number, outbox = self._clients.attach(greeting)
+        self._desk.new_client()
         self.on_change()
         return ClientAttachment(self, number, outbox)
 
@@ -342,7 +343,8 @@ class SessionActor:
         if self._durable.refuses_input:
             raise ClientError(ErrorCode.LEDGER_UNAVAILABLE)
         self._desk.append(command)
-        self._last_input_at = self._clock_s()
+        if command.audio or command.frames:
+            self._last_input_at = self._clock_s()
 
     # --- attachments ------------------------------------------------------------------------------
 

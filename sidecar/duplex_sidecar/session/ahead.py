@@ -21,7 +21,7 @@ from duplex_sidecar.model.minicpmo45.decode import (
 from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.prompting import Prompter, plan_after
-from duplex_sidecar.session.recording import Planned
+from duplex_sidecar.session.recording import Planned, predicted_rebuild_ms
 from duplex_sidecar.session.rows import RowsMissing
 from duplex_sidecar.session.streams import ThinkerStream
 from duplex_sidecar.stages.errors import StageError
@@ -135,7 +135,7 @@ class RebuildAhead:
                 rebuild.drop_units,
                 rebuild.dropped_tokens,
                 foreseen.history_tokens,
-                after.rebuild_ms_per_token * foreseen.history_tokens or None,
+                predicted_rebuild_ms(after, foreseen.history_tokens),
                 ahead=True,
             ) as span:
                 await self._stream.open_beside(after.seq, parts, prefill_rules(self._facts))

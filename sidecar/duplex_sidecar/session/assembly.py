@@ -43,7 +43,7 @@ from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.unit import UnitRunner
 from duplex_sidecar.stages.envelope import Tensor
 from duplex_sidecar.telemetry.metrics import Metrics
-from duplex_sidecar.telemetry.names import SegmentReason
+from duplex_sidecar.telemetry.names import LedgerCall, SegmentReason
 from duplex_sidecar.telemetry.traces import SessionTrace, Tracing
 from duplex_sidecar.window.state import RebuildCause
 
@@ -232,7 +232,12 @@ def _parts(
 ) -> _Parts:
     facts = facts_of(opening, shared.model)
     stages = shared.stages_of(facts, lease, shared.stages)
-    keeper = LeaseKeeper(shared.ledger.renew, lease)
+
+    async def renew(held: Lease) -> Lease:
+        with shared.metrics.timed_ledger_call(LedgerCall.RENEW):
+            return await shared.ledger.renew(held)
+
+    keeper = LeaseKeeper(renew, lease)
     durable = DurableSession(
         shared.ledger,
         keeper,

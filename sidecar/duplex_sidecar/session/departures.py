@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling, SessionEnded, SessionErased
+from duplex_sidecar.ledger.errors import LeaseHeld, SessionEnded, SessionErased
 from duplex_sidecar.ledger.records import ClosedDraft
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger
@@ -13,6 +13,8 @@ from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.parking import ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
 from duplex_sidecar.session.roster import Live, Roster
+from duplex_sidecar.session.turnstile import Turnstile
+from duplex_sidecar.telemetry.names import LedgerCall
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +25,13 @@ PARK_UNIT_S = 3.0
 
 
 class Departures:
-    def __init__(self, roster: Roster, ledger: Ledger, owners: Owners) -> None:
+    def __init__(
+        self, roster: Roster, ledger: Ledger, owners: Owners, turnstile: Turnstile
+    ) -> None:
         self._roster = roster
         self._ledger = ledger
         self._owners = owners
+        self._turnstile = turnstile
         self._empty_by_s: float | None = None
         """On the loop's clock: when the grace of a drain is over."""
 
@@ -44,6 +49,10 @@ class Departures:
         Raises PlacementRefused SESSION_BUSY when a unit does not end in time (the wish is taken
         back), ClientError when the session runs elsewhere, is over or unknown.
         """
+        async with self._turnstile.only_caller(session):
+            await self._park(session, grace_s, unit_s)
+
+    async def _park(self, session: str, grace_s: float, unit_s: float) -> None:
         entry = self._roster.live.get(session)
         if entry is None:
             await self._require_parked(session)
@@ -73,22 +82,25 @@ class Departures:
     async def end(self, session: str, reason: str = "") -> bool:
         """End a session for good that runs here, or that nobody runs. False: there is none such.
         reason: a short word for the ledger. Raises ClientError while the ledger is away."""
-        entry = self._roster.live.get(session)
-        if entry is not None:
-            detail = f"ended: {reason}" if reason else "ended by the admin API"
-            await entry.actor.end(ErrorCode.SESSION_ENDED, detail, reason)
-            await asyncio.wait({entry.task})  # then its slot is free, too
-            return True
-        with typed_refusals():
-            return await self._end_unattended(session, reason or ErrorCode.SESSION_ENDED.value)
+        async with self._turnstile.only_caller(session):
+            entry = self._roster.live.get(session)
+            if entry is not None:
+                detail = f"ended: {reason}" if reason else "ended by the admin API"
+                await entry.actor.end(ErrorCode.SESSION_ENDED, detail, reason)
+                await asyncio.wait({entry.task})  # then its slot is free, too
+            # It may have been about to park or to be let go of, or could not write its last entry:
+            # what counts is what the ledger says.
+            with typed_refusals():
+                ended = await self._end_unattended(session, reason or ErrorCode.SESSION_ENDED.value)
+                return ended or (entry is not None and await self._is_over(session))
 
     async def _end_unattended(self, session: str, reason: str) -> bool:
         meta = await self._ledger.reader.meta(session)
         if meta is None or meta.phase not in (Phase.OPEN, Phase.PARKED):
             return False
         try:
-            lease = await self._ledger.acquire(session, self._owners.replica)
-        except (LeaseHeld, LeaseSettling, SessionEnded, SessionErased):
+            lease = await self._owners.acquire_if_free(session)
+        except (LeaseHeld, SessionEnded, SessionErased):
             return False
         head = (await self._ledger.load(session)).head
         if head.open_seq is None:
@@ -96,15 +108,19 @@ class Departures:
         await self._ledger.release(lease, ended=reason)
         return True
 
+    async def _is_over(self, session: str) -> bool:
+        return await self._ledger.phase(session) in (Phase.ENDED, Phase.ERASED)
+
     async def erase(self, session: str) -> None:
         """Tombstone first, then whoever runs it here is told. May be repeated. Raises ClientError
         while the ledger is away."""
-        with typed_refusals():
-            await self._ledger.erase(session)
-        entry = self._roster.live.get(session)
-        if entry is not None:
-            await entry.actor.drop_erased()
-            await asyncio.wait({entry.task})
+        async with self._turnstile.only_caller(session):
+            with typed_refusals(), self._owners.metrics.timed_ledger_call(LedgerCall.ERASE):
+                await self._ledger.erase(session)
+            entry = self._roster.live.get(session)
+            if entry is not None:
+                await entry.actor.drop_erased()
+                await asyncio.wait({entry.task})
 
     # --- all of them ------------------------------------------------------------------------------
 

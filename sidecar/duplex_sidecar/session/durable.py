@@ -91,12 +91,17 @@ class DurableSession:
         """Recorded before a committed unit is run again for its sound; how often it was, this time
         included."""
         operation = secrets.token_hex(8)
-        started = time.perf_counter()
-        count = await self._while_away(
-            lambda _: self._ledger.count_respeak(self._keeper.lease, seq, operation)
+        return await self._timed(
+            LedgerCall.NOTE, lambda: self._ledger.count_respeak(self._keeper.lease, seq, operation)
         )
-        self._count(LedgerCall.NOTE, started)
-        return count
+
+    async def failed(self) -> int:
+        """Recorded when this owner gives up without a named reason: how often owners did, this time
+        included, since the last unit was committed."""
+        seq, operation = self._head.committed_seq, secrets.token_hex(8)
+        return await self._timed(
+            LedgerCall.NOTE, lambda: self._ledger.count_failure(self._keeper.lease, seq, operation)
+        )
 
     async def journal(self, batch: JournalBatch) -> None:
         """The events are durable when this returns; they leave only while the lease is held."""
@@ -108,10 +113,7 @@ class DurableSession:
         await self._keeper.wait_held()
 
     async def load(self) -> LoadedSession:
-        started = time.perf_counter()
-        loaded = await self._while_away(lambda _: self._ledger.load(self.session))
-        self._count(LedgerCall.LOAD, started)
-        return loaded
+        return await self._timed(LedgerCall.LOAD, lambda: self._ledger.load(self.session))
 
     async def end(self, reason: str) -> None:
         """The session is over: a last entry, then the lease is given back."""
@@ -132,7 +134,7 @@ class DurableSession:
         """The session waits in the ledger; the lease is given back. Raises HeadMismatch when
         something is open there that this owner does not know of."""
         lease, head = self._keeper.lease, self._head
-        await self._while_away(lambda _: self._ledger.park(lease, head, reason))
+        await self._timed(LedgerCall.PARK, lambda: self._ledger.park(lease, head, reason))
 
     async def _close_chain(self, reason: str) -> None:
         if self._head.open_seq is None:
@@ -168,6 +170,13 @@ class DurableSession:
         head = await self._while_away(attempt)
         self._count(call, started)
         return head
+
+    async def _timed(self, call: LedgerCall, send: Callable[[], Awaitable[_T]]) -> _T:
+        """A call that may be sent again as it is."""
+        started = time.perf_counter()
+        answer = await self._while_away(lambda _: send())
+        self._count(call, started)
+        return answer
 
     async def _while_away(self, attempt: Callable[[LedgerUnavailable | None], Awaitable[_T]]) -> _T:
         """Try until the ledger answers. `attempt` is told how the try before it failed."""

@@ -8,12 +8,17 @@ import logging
 from dataclasses import dataclass, replace
 
 from duplex_sidecar.ledger.errors import (
+    HeadMismatch,
+    JournalMismatch,
+    LeaseHeld,
     LeaseLost,
+    LeaseSettling,
     LedgerError,
     LedgerFull,
     LedgerRegressed,
     SessionErased,
 )
+from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
 from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.protocol.events import Closed, Event, Failure
 from duplex_sidecar.session.durable import DurableSession
@@ -32,13 +37,14 @@ _QUIET = (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST, ErrorCode.PARKED)
 class Ending:
     """Why it is over here. for_good: the ledger is to say so, no replica goes on with it. parks:
     it is to wait in the ledger. reason: a short word for ledger and feed, the code where none is
-    given."""
+    given. counts: nobody knows why; it is for good where it happens again before the next unit."""
 
     code: ErrorCode
     detail: str
     for_good: bool = False
     parks: ParkReason | None = None
     reason: str = ""
+    counts: bool = False
 
     @property
     def word(self) -> str:
@@ -71,6 +77,10 @@ def ending_of(error: Exception) -> Ending:
         case LedgerFull():
             log.error("session dropped: %s", error)
             return Ending(ErrorCode.RESOURCE_EXHAUSTED, f"ledger: {error.reason}")
+        case HeadMismatch() | JournalMismatch() | LeaseHeld() | LeaseSettling():
+            log.warning("session dropped: %s", error)
+            detail = "the ledger holds something else than this replica; resume to go on from it"
+            return Ending(ErrorCode.LEASE_LOST, detail)
         case LedgerRegressed():
             log.error("session dropped: %s", error)
             detail = "the ledger lost its newest part; resume to go on from what is left"
@@ -79,8 +89,16 @@ def ending_of(error: Exception) -> Ending:
             log.error("session dropped: %s: %s", type(error).__name__, error)
             return Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__)
         case _:
+            # It may be this replica's alone: another one does again what is not committed.
             log.error("session failed", exc_info=error)
-            return Ending(ErrorCode.UNIT_FAILED, "internal error", for_good=True)
+            return Ending(
+                ErrorCode.LEASE_LOST, "internal error", reason="internal_error", counts=True
+            )
+
+
+GIVEN_UP = Ending(
+    ErrorCode.UNIT_FAILED, f"{MAX_ATTEMPTS} internal errors at the same unit", for_good=True
+)
 
 
 async def wind_up(
@@ -90,11 +108,14 @@ async def wind_up(
     runner: UnitRunner,
 ) -> Ending:
     """Stop the work, end the streams, give the lease back. Returns how it ended indeed: a session
-    that could not park is let go of, so that any replica can take it up."""
+    that could not park is let go of, so that any replica can take it up; one that has failed too
+    often without a named reason is over."""
     written = False
 
     async def write() -> None:
-        nonlocal written
+        nonlocal written, ending
+        if ending.counts and await durable.failed() >= MAX_ATTEMPTS:
+            ending = GIVEN_UP
         await _last_write(ending, durable)
         written = True
 

@@ -46,6 +46,13 @@ class InputDesk:
     def has_unit(self) -> bool:
         return self._framer.ready_units > 0
 
+    def new_client(self) -> None:
+        """Another connection, which has said no format yet; the rate stays that of the first input
+        if there was any."""
+        self._format = AudioFormat.PCM16
+        if not self._framer.received_samples:
+            self.rate_hz = DEFAULT_INPUT_RATE_HZ
+
     def take(self) -> Append | None:
         """The oldest closed unit; None when there is none."""
         return self._framer.take()

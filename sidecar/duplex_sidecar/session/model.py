@@ -9,7 +9,7 @@ from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig, read
 from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME
 from duplex_sidecar.checkpoint.report import require_complete
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary, read_tokenizer
-from duplex_sidecar.checkpoint.voice import reference_samples, voice_names
+from duplex_sidecar.checkpoint.voice import voice_references
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.settings import SidecarSettings
 from duplex_sidecar.stages.envelope import ElementType
@@ -46,7 +46,8 @@ def load_model(settings: SidecarSettings) -> ServedModel:
     folder = Path(settings.checkpoint)
     config = read_config(folder) if settings.load_dummy_weights else require_complete(folder)
     tokenizer = read_tokenizer(folder)
-    voices = voice_names(folder)
+    voices_dir = Path(settings.voices_dir) if settings.voices_dir else None
+    references = voice_references(folder, voices_dir, config.token2wav)
     return ServedModel(
         config=config,
         vocabulary=load_vocabulary(folder),
@@ -54,8 +55,8 @@ def load_model(settings: SidecarSettings) -> ServedModel:
         fingerprint=fingerprint_of(folder),
         max_model_tokens=min(settings.max_model_tokens, config.thinker.max_position_embeddings),
         max_talker_tokens=min(settings.max_talker_tokens, config.talker.max_position_embeddings),
-        voices=frozenset(voices),
-        references={name: reference_samples(folder, name) for name in voices},
+        voices=frozenset(references),
+        references=references,
         bench_script=settings.bench_script,
     )
 

@@ -5,6 +5,7 @@ defaults, of a preset or of the tokenizer's template never changes a running con
 """
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -14,15 +15,26 @@ from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampli
 from duplex_api.window import ResolvedWindow, WindowStrategy
 from duplex_sidecar.framing.append import NEW_FRAMER
 from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds, PromptPart, PromptRows
-from duplex_sidecar.model.minicpmo45.constants import SAMPLES_PER_POSITION
-from duplex_sidecar.model.minicpmo45.context import build_context, layout_ids_of
+from duplex_sidecar.ledger.writing import MAX_RECORD_BYTES
+from duplex_sidecar.model.minicpmo45.constants import SAMPLES_PER_POSITION, UNIT_SAMPLES
+from duplex_sidecar.model.minicpmo45.context import (
+    SessionContext,
+    build_context,
+    layout_ids_of,
+)
 from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, Sampling, initial_state
+from duplex_sidecar.model.minicpmo45.framing import reserve_append
 from duplex_sidecar.session.conversation import Conversation, first_conversation
 from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.model import DEFAULT_VOICE, ServedModel
 from duplex_sidecar.window.parts import PromptContext
 from duplex_sidecar.window.policy import policy_of
 from duplex_sidecar.window.state import PlanLimits, WindowLayout
+
+ROOM_TO_ANSWER_TOKENS = 1
+"""What an admission leaves free behind the unit."""
+_OTHER_FIELDS_BYTES = 16 * 1024
+"""Of an opening record: everything but the prompt, which is far less."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +50,7 @@ def opening_of(
     session: str, resolved: ResolvedSession, model: ServedModel, traceparent: str
 ) -> tuple[OpeningDraft, Conversation]:
     """The opening record and the state before unit 1."""
-    context = build_context(
-        resolved.prompt,
-        _reference_samples(resolved, model),
-        resolved.initial_text,
-        model.encode,
-        model.vocabulary.special_ids,
-    )
+    context = _context_of(resolved, model)
     prompt = context.prompt
     seed = resolved.sampling.seed
     draft = OpeningDraft(
@@ -61,6 +67,16 @@ def opening_of(
     )
     policy = initial_state(seeded_text=context.opens_response)
     return draft, first_conversation(policy, NEW_FRAMER)
+
+
+def _context_of(resolved: ResolvedSession, model: ServedModel) -> SessionContext:
+    return build_context(
+        resolved.prompt,
+        _reference_samples(resolved, model),
+        resolved.initial_text,
+        model.encode,
+        model.vocabulary.special_ids,
+    )
 
 
 def _parts(prompt: PromptContext) -> tuple[PromptPart, ...]:
@@ -107,8 +123,31 @@ def require_served(resolved: ResolvedSession, model: ServedModel) -> None:
         problems.append(
             Problem("spec.window.strategy", "shift is not served", WindowStrategy.REPREFILL)
         )
+    if not problems:
+        problems += _context_problems(resolved, model)
     if problems:
         raise UnservedManifestError(tuple(problems))
+
+
+def _context_problems(resolved: ResolvedSession, model: ServedModel) -> Iterator[Problem]:
+    """What makes the context too long for the model with one unit behind it, or for the record of
+    the opening."""
+    context = _context_of(resolved, model)
+    tokens = context.window.context_tokens
+    unit = reserve_append(1, UNIT_SAMPLES, (), 0).slots + ROOM_TO_ANSWER_TOKENS
+    fit = model.max_model_tokens - unit
+    recorded_bytes = len(msgspec.json.encode(_parts(context.prompt)))
+    room_bytes = MAX_RECORD_BYTES - _OTHER_FIELDS_BYTES
+    if recorded_bytes > room_bytes:
+        fit = min(fit, tokens * room_bytes // recorded_bytes)
+    if tokens <= fit:
+        return
+    seeded = len(resolved.initial_text or "") > len(resolved.prompt or "")
+    yield Problem(
+        "spec.initialText" if seeded else "spec.prompt",
+        f"makes a context of {tokens} tokens (prompt, initialText and voice together)",
+        f"at most {max(0, fit)} tokens",
+    )
 
 
 def differs_from(opening: Opening, resolved: ResolvedSession, model: ServedModel) -> str | None:

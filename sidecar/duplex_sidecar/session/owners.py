@@ -7,6 +7,8 @@ from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
 from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import LedgerCall
 
 ACQUIRE_TIMEOUT_S = 8.0
 _ACQUIRE_POLL_S = 0.1
@@ -36,7 +38,8 @@ class DeadReplicas:
 
 
 class Owners:
-    def __init__(self, ledger: Ledger, replica: str, address: str) -> None:
+    def __init__(self, ledger: Ledger, replica: str, address: str, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._ledger = ledger
         self.replica = replica
         self._address = address
@@ -50,18 +53,30 @@ class Owners:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
-                return await self._ledger.acquire(
-                    session, self.replica, fence=fence, address=self._address
-                )
+                return await self.acquire_if_free(session, fence)
             except LeaseHeld as held:
                 wait_s = held.remaining_ms / 1000
-                # One that this replica itself holds without running the session was left behind by
-                # a caller that gave up.
-                if held.replica in self.dead or held.replica == self.replica:
-                    await self._ledger.break_lease(session, replica=held.replica)
-                    continue
             except LeaseSettling as settling:
                 wait_s = settling.wait_ms / 1000
             if asyncio.get_running_loop().time() + min(wait_s, _ACQUIRE_POLL_S) > deadline:
                 raise ClientError(ErrorCode.NOT_READY, "another replica holds the session's lease")
             await asyncio.sleep(max(0.01, min(wait_s, _ACQUIRE_POLL_S)))
+
+    async def acquire_if_free(self, session: str, fence: int | None = None) -> Lease:
+        """Without a wait; a lease that nobody can be using is broken. Only for who is the session's
+        `only_caller` here. Raises LeaseHeld, LeaseSettling and whatever else the ledger refuses."""
+        try:
+            return await self._acquire(session, fence)
+        except LeaseHeld as held:
+            # One that this replica itself holds without running the session was left behind by a
+            # caller that gave up.
+            if held.replica not in self.dead and held.replica != self.replica:
+                raise
+            await self._ledger.break_lease(session, replica=held.replica)
+        return await self._acquire(session, fence)
+
+    async def _acquire(self, session: str, fence: int | None) -> Lease:
+        with self.metrics.timed_ledger_call(LedgerCall.ACQUIRE):
+            return await self._ledger.acquire(
+                session, self.replica, fence=fence, address=self._address
+            )

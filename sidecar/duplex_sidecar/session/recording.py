@@ -21,6 +21,9 @@ SENTENCE_ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 STRATEGY = "reprefill"
 NO_DIRECTIVE = "none"
 _NEWEST_REBUILD_WEIGHT = 0.3
+FIRST_REBUILD_MS_PER_TOKEN = 0.1
+"""What a rebuild is predicted with before the first one of a session has been measured: 10,000
+tokens a second, slow for an accelerator's prefill and fast for a processor's."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,11 @@ def conversation_after(
         encoder_mark_samples=open_unit.encoder_mark_samples,
         rebuild_ms_per_token=_learned(before.rebuild_ms_per_token, answered.plan, rebuild_ms),
     )
+
+
+def predicted_rebuild_ms(known: Conversation, tokens: int) -> float:
+    """What a rebuild of so many tokens is thought to take."""
+    return tokens * (known.rebuild_ms_per_token or FIRST_REBUILD_MS_PER_TOKEN)
 
 
 def trim_after(mode: WindowMode, after: Conversation) -> Trim:

@@ -11,8 +11,14 @@ from enum import StrEnum
 import msgspec
 
 from duplex_sidecar.ledger.errors import (
+    HeadMismatch,
+    JournalMismatch,
+    LeaseHeld,
+    LeaseLost,
+    LeaseSettling,
     LedgerError,
     LedgerFull,
+    LedgerRegressed,
     LedgerUnavailable,
     SessionEnded,
     SessionErased,
@@ -62,6 +68,11 @@ def typed_refusals() -> Generator[None]:
         raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
     except StaleFence as error:
         raise PlacementRefused(Refusal.STALE_FENCE, error.reason) from None
+    except (LeaseHeld, LeaseSettling) as error:
+        raise ClientError(ErrorCode.NOT_READY, error.reason) from None
+    except (LeaseLost, HeadMismatch, JournalMismatch, LedgerRegressed) as error:
+        # Somebody else has it by now, or the ledger fell back: who asks again finds out.
+        raise ClientError(ErrorCode.LEASE_LOST, error.reason) from None
     except LedgerUnavailable as error:
         raise ClientError(ErrorCode.LEDGER_UNAVAILABLE, error.reason) from error
     except LedgerFull as error:

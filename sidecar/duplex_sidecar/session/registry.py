@@ -6,9 +6,8 @@ take it up, which also wakes a parked one. With an operator, placement decides: 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from duplex_api.pool import PoolSpec
@@ -33,7 +32,6 @@ from duplex_sidecar.session.ending import SHUT_DOWN
 from duplex_sidecar.session.opening import (
     differs_from,
     opening_of,
-    reference_positions,
     require_served,
 )
 from duplex_sidecar.session.owners import Owners
@@ -41,6 +39,7 @@ from duplex_sidecar.session.reference import reference_rows
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
 from duplex_sidecar.session.roster import Live, Roster
 from duplex_sidecar.session.rows import encode_rows
+from duplex_sidecar.session.turnstile import Turnstile
 from duplex_sidecar.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
@@ -55,14 +54,6 @@ class Claim:
 
     token_sha256: str
     fence: int | None = None
-
-
-@dataclass
-class _Door:
-    """One session is opened or taken up by one caller at a time."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    callers: int = 0
 
 
 class SessionRegistry:
@@ -82,11 +73,11 @@ class SessionRegistry:
         self._ledger = ledger
         self._ready = ready
         self._placed = placed
-        self._owners = Owners(ledger, assembly.replica, assembly.address)
-        self._doors: dict[str, _Door] = {}
+        self._owners = Owners(ledger, assembly.replica, assembly.address, assembly.metrics)
+        self._turnstile = Turnstile()
         self._closed = False
         self.roster = roster
-        self.departures = Departures(roster, ledger, self._owners)
+        self.departures = Departures(roster, ledger, self._owners, self._turnstile)
 
     @property
     def live(self) -> dict[str, SessionActor]:
@@ -115,7 +106,7 @@ class SessionRegistry:
         if (complaint := name_complaint(session)) is not None:
             raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
         self._require_open()
-        async with self._only_caller(session):
+        async with self._turnstile.only_caller(session):
             resolved = self._resolved(manifest, pool)
             entry = await self._staying(session)
             if entry is not None:
@@ -174,11 +165,12 @@ class SessionRegistry:
         self, session: str, spec: SessionSpec, resolved: ResolvedSession, claim: Claim
     ) -> SessionActor:
         assembly = self._assembly
+        if await self._ledger.exists(session):
+            # Known before a trace is begun and the encoder is asked: a session is often opened
+            # again, to wake it.
+            raise SessionExists(session, "exists")
         trace = assembly.new_trace(session)
         draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
-        if reference_positions(draft) and await self._ledger.exists(session):
-            # Known to be there before the encoder is asked: a session is often opened again.
-            raise SessionExists(session, "exists")
         reference = await reference_rows(assembly.stages.encoder, draft)
         head = await self._ledger.create(
             draft,
@@ -201,7 +193,7 @@ class SessionRegistry:
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
         digest = tokens.token_sha256(token)
-        async with self._only_caller(session):
+        async with self._turnstile.only_caller(session):
             entry = await self._staying(session)
             if entry is not None:
                 if tokens.match_sha256(digest, entry.token_sha256, "") is tokens.TokenMatch.NONE:
@@ -329,18 +321,6 @@ class SessionRegistry:
     def _require_placeable(self) -> None:
         if self.departures.draining:
             raise PlacementRefused(Refusal.DRAINING, "the replica is being emptied")
-
-    @asynccontextmanager
-    async def _only_caller(self, session: str) -> AsyncGenerator[None]:
-        door = self._doors.setdefault(session, _Door())
-        door.callers += 1
-        try:
-            async with door.lock:
-                yield
-        finally:
-            door.callers -= 1
-            if door.callers == 0:
-                del self._doors[session]
 
 
 def first_difference(one: SessionSpec, other: SessionSpec) -> str | None:

@@ -17,7 +17,12 @@ from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionFacts, SessionOver
 from duplex_sidecar.session.prompting import Prompter, plan_append, unit_input
-from duplex_sidecar.session.recording import Answered, Planned, unit_seed
+from duplex_sidecar.session.recording import (
+    Answered,
+    Planned,
+    predicted_rebuild_ms,
+    unit_seed,
+)
 from duplex_sidecar.session.stages import wait_ready
 from duplex_sidecar.session.streams import LOST, ThinkerStream
 from duplex_sidecar.session.watching import UnitWatch
@@ -227,7 +232,7 @@ class ThinkerDriver:
             plan.drop_units,
             plan.dropped_tokens,
             plan.replacement_tokens,
-            known.rebuild_ms_per_token * plan.replacement_tokens or None,
+            predicted_rebuild_ms(known, plan.replacement_tokens),
             watch.trace,
         ) as span:
             answer = await self._stream.rebuild(seq, parts, encode_rules(rules))

@@ -56,6 +56,7 @@ def stage_settings(
             element_type=element_type,
             max_sessions=settings.slots,
             load_format=load_format,
+            voices_dir=settings.voices_dir,
         ),
         "thinker": msgspec.structs.replace(
             engine(
@@ -79,6 +80,7 @@ def stage_settings(
             device=settings.device,
             max_sessions=settings.slots,
             load_format=load_format,
+            voices_dir=settings.voices_dir,
         ),
     }
 

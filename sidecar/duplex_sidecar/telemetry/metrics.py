@@ -3,8 +3,10 @@
 Labels are enums only: no session id and no free text, so that the number of series is bounded.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -140,6 +142,13 @@ class Metrics:
 
     def ledger_call(self, call: names.LedgerCall, elapsed_ms: float) -> None:
         self._ledger_time.record(elapsed_ms, {names.LEDGER_CALL: call.value})
+
+    @contextmanager
+    def timed_ledger_call(self, call: names.LedgerCall) -> Generator[None]:
+        """One that is refused or not answered counts nothing."""
+        started = time.perf_counter()
+        yield
+        self.ledger_call(call, (time.perf_counter() - started) * 1000)
 
     def epoch(self, cause: names.EpochCause) -> None:
         self._epochs.add(1, {names.STAGE2_CAUSE: cause.value})

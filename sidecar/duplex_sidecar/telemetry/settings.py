@@ -15,6 +15,7 @@ class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True):
     replica: instance id of this process, in every span, metric and log line.
     include_content: the one switch that lets text into spans. Audio never goes there.
     queue_spans, batch_spans: bounds of the exporter; a full queue drops spans, it never waits.
+    trace_sample_ratio: part of the sessions whose spans are recorded at all.
     segment_units: units of one trace before a new, linked one begins.
     """
 
@@ -23,6 +24,7 @@ class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True):
     service_name: str = "duplex-sidecar"
     service_version: str = "0.1.0"
     include_content: bool = False
+    trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     queue_spans: Annotated[int, msgspec.Meta(ge=64, le=65_536)] = 4_096
     batch_spans: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 512
     span_delay_ms: Milliseconds = 1_000

@@ -16,12 +16,13 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from duplex_sidecar.telemetry import names
 from duplex_sidecar.telemetry.bounded import finishes_within
+from duplex_sidecar.telemetry.sampling import SessionSampler
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traceparent import format_traceparent, parse_traceparent
 
@@ -56,7 +57,7 @@ class Tracing:
         self.settings = settings
         self._provider = TracerProvider(
             resource=resource_of(settings),
-            sampler=ALWAYS_ON,
+            sampler=ParentBased(SessionSampler(settings.trace_sample_ratio)),
             span_limits=_LIMITS,
             shutdown_on_exit=False,
         )
@@ -156,7 +157,7 @@ class SessionTrace:
         dropped_units: int,
         dropped_tokens: int,
         replacement_tokens: int,
-        predicted_ms: float | None,
+        predicted_ms: float,
         unit: "UnitTrace | None" = None,
         *,
         ahead: bool = False,
@@ -173,11 +174,10 @@ class SessionTrace:
             names.WINDOW_DROPPED_UNITS: dropped_units,
             names.WINDOW_DROPPED_TOKENS: dropped_tokens,
             names.WINDOW_REPLACEMENT_TOKENS: replacement_tokens,
+            names.REBUILD_PREDICTED_MS: predicted_ms,
         }
         if ahead:
             attributes[names.REBUILD_AHEAD] = True
-        if predicted_ms is not None:
-            attributes[names.REBUILD_PREDICTED_MS] = predicted_ms
         context = self._context if unit is None else unit.context
         span = self._tracing.tracer.start_span(
             names.SPAN_WINDOW_REBUILD, context=context, attributes=attributes

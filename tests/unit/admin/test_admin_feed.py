@@ -1,17 +1,18 @@
 """What a listener of the feed is told and when: pure, with the time given."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duplex_sidecar.admin.feed import FeedCursor
+from duplex_sidecar.admin.feed import Feed, FeedCursor, FeedResponse
 from duplex_sidecar.admin.views import departed_line
 from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.session.ending import SHUT_DOWN, Ending, parked
 from duplex_sidecar.session.parking import ParkReason
-from duplex_sidecar.session.roster import Departed
+from duplex_sidecar.session.roster import Departed, Roster
 
 pytestmark = pytest.mark.unit
 
@@ -139,3 +140,21 @@ def test_a_listener_knows_in_the_end_how_things_stand(
     listen(cursor.lines(now_s, pod, live, departed))
     assert known == live
     assert draining == pod["draining"]
+
+
+async def test_a_feed_that_breaks_says_so_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def pod() -> dict[str, Any]:
+        raise ArithmeticError("nobody has thought of this")
+
+    sent: list[str] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(2):
+        await FeedResponse(Feed(Roster(1), pod))({"type": "http"}, receive, send)
+    assert sent == ["http.response.start"]  # no end: whoever listens sees that it broke off
+    assert "the feed broke off" in caplog.text

@@ -9,7 +9,14 @@ from safetensors.numpy import load_file, save_file
 
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.presets import tiny_config
-from duplex_sidecar.checkpoint.voice import Voice, load_voice, save_voice, seeded_voice, voice_names
+from duplex_sidecar.checkpoint.voice import (
+    Voice,
+    load_voice,
+    save_voice,
+    seeded_voice,
+    voice_names,
+    voice_references,
+)
 from duplex_sidecar.checkpoint.voice_format import MAX_PROMPT_CODES
 
 pytestmark = pytest.mark.unit
@@ -72,6 +79,35 @@ def test_a_voice_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError) as caught:
         load_voice(tmp_path, "default", CONFIG)
     assert caught.value.fault is CheckpointFault.INVALID_VOICE
+
+
+def test_a_folder_of_voices_goes_before_the_checkpoints_own(tmp_path: Path) -> None:
+    checkpoint, claim = tmp_path / "checkpoint", tmp_path / "claim"
+    save_voice(checkpoint, voice())
+    save_voice(checkpoint, voice("own"))
+    voices_dir = save_voice(claim, voice(codes=40)).parent
+    save_voice(claim, voice("more", codes=30))
+    assert voice_references(checkpoint, voices_dir, CONFIG) == {
+        "default": 40 * 640,
+        "more": 30 * 640,
+        "own": 20 * 640,
+    }
+    assert len(load_voice(checkpoint, "default", CONFIG, voices_dir).prompt_codes) == 40
+    assert len(load_voice(checkpoint, "own", CONFIG, voices_dir).prompt_codes) == 20
+    assert len(load_voice(checkpoint, "default", CONFIG).prompt_codes) == 20
+    for name in ("../voices/default", "more/../more", "..", "/more"):
+        with pytest.raises(CheckpointError) as caught:
+            load_voice(checkpoint, name, CONFIG, voices_dir)
+        assert caught.value.fault is CheckpointFault.MISSING
+
+
+def test_a_broken_file_among_the_voices_is_no_voice_and_stops_no_start(tmp_path: Path) -> None:
+    save_voice(tmp_path / "checkpoint", voice())
+    voices_dir = save_voice(tmp_path, voice("good")).parent
+    (voices_dir / "bad.safetensors").write_bytes(b"no header")
+    save_voice(tmp_path, replace(voice("other"), speaker=np.zeros(3, np.float32)))
+    known = voice_references(tmp_path / "checkpoint", voices_dir, CONFIG)
+    assert set(known) == {"default", "good"}
 
 
 def test_a_voice_with_other_tensors_is_refused(tmp_path: Path) -> None:

@@ -25,11 +25,6 @@ class CountingVocoder:
         self.entered = threading.Event()
         self.batches: list[list[str]] = []
         self.started: list[str] = []
-        self.rested_after: list[int] = []
-        """How many batches there had been at each rest."""
-
-    def at_rest(self) -> None:
-        self.rested_after.append(len(self.batches))
 
     def start(self, voice: object) -> StreamState:
         self.started.append(str(voice))
@@ -62,7 +57,6 @@ async def working(
         max_queue=max_queue,
         max_voices=max_voices,
         starts={},
-        at_rest=vocoder.at_rest,
     )
     worker.start()
     try:
@@ -125,24 +119,6 @@ async def test_a_batch_has_a_bound() -> None:
         vocoder.gate.set()
         await asyncio.gather(blocker, *sounds)
         assert vocoder.batches[1:] == [["0", "1"], ["2", "3"], ["4"]]
-
-
-async def test_it_rests_when_a_turn_has_ended_and_nothing_waits() -> None:
-    async with working() as (worker, vocoder):
-        one, two = Stream("v"), Stream("v")
-        first = worker.feed(one, chunk("1a"))
-        await until_entered(vocoder)
-        waiting = [
-            worker.feed(one, chunk("1b", last=True)),
-            worker.feed(two, chunk("2a")),
-            worker.feed(two, chunk("2b", last=True)),
-        ]
-        vocoder.gate.set()
-        await asyncio.gather(first, *waiting)
-        # Resolves only when what followed the last chunk is over.
-        await worker.prepare(Stream("v"))
-        assert vocoder.batches == [["1a"], ["1b"], ["2a"], ["2b"]]
-        assert vocoder.rested_after == [4]
 
 
 async def test_one_bad_chunk_fails_its_stream_only() -> None:

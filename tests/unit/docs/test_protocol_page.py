@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from duplex_sidecar.doors import openai_wire
+from duplex_sidecar.doors import openai_events, openai_wire
 from duplex_sidecar.protocol import events
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
@@ -54,7 +54,7 @@ EVENTS: tuple[events.Event, ...] = (
 
 
 def wire(event: events.Event) -> dict[str, Any]:
-    return json.loads(openai_wire.render_event(event, "one", "duplex"))
+    return json.loads(openai_events.render_event(event, "one", "duplex"))
 
 
 def names_of(event: events.Event) -> set[str]:

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from duplex_sidecar.doors.openai_events import render_event
 from duplex_sidecar.doors.openai_wire import (
     MAX_MESSAGE_BYTES,
     UNSUPPORTED_TYPES,
     Resume,
     WireError,
     parse_message,
-    render_event,
 )
 from duplex_sidecar.protocol.commands import (
     AppendInput,
@@ -31,6 +31,7 @@ from duplex_sidecar.protocol.events import (
     Decision,
     Failure,
     InputAccepted,
+    InputFormatSet,
     Sequenced,
     SessionOpened,
     Transcript,
@@ -102,6 +103,12 @@ def test_session_update_declares_the_input_format(
     [
         ("{", ErrorCode.INVALID_JSON),
         ("\ud800", ErrorCode.INVALID_JSON),
+        ("[" * 100_000, ErrorCode.INVALID_EVENT),
+        ('{"type":"session.heartbeat","x":' + "[" * 5_000, ErrorCode.INVALID_JSON),
+        (
+            '{"type":"session.update","session":' + '{"a":' * 5_000 + "1" + "}" * 5_001,
+            ErrorCode.INVALID_JSON,
+        ),
         ("[]", ErrorCode.INVALID_EVENT),
         ("{}", ErrorCode.INVALID_EVENT),
         (wire(type=5), ErrorCode.INVALID_EVENT),
@@ -215,6 +222,20 @@ def test_unsequenced_events_carry_no_sequence() -> None:
     assert failure["error"]["event_id"] == "e"
     for message in (opened, accepted, failure):
         assert "server_event_seq" not in message
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [
+        (AudioEncoding.PCM16, "audio/pcm"),
+        (AudioEncoding.FLOAT32, "audio/x-f32le"),
+        (AudioEncoding.G711_ULAW, "audio/pcmu"),
+        (AudioEncoding.G711_ALAW, "audio/pcma"),
+    ],
+)
+def test_a_format_that_was_set_is_told_as_it_is(encoding: AudioEncoding, name: str) -> None:
+    updated = rendered(InputFormatSet(encoding, 16_000))
+    assert updated["session"]["audio"]["input"]["format"] == {"type": name, "rate": 16_000}
 
 
 def test_unit_facts_are_our_own_event() -> None:

@@ -146,7 +146,7 @@ async def test_an_error_without_a_name_loses_the_lease_instead_of_ending_in_sile
     async def no_sleep(_: float) -> None:
         await asyncio.sleep(0)
 
-    keeper = LeaseKeeper(renew, LEASE_OF_TEST, clock_ms=lambda: 10**9, sleep=no_sleep)
+    keeper = LeaseKeeper(renew, LEASE, clock_ms=lambda: 10**9, sleep=no_sleep)
     keeper.start()
     async with asyncio.timeout(2):
         lost = await keeper.wait_lost()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from duplex_sidecar.ledger import records
 from duplex_sidecar.ledger.errors import LedgerCorrupt, SchemaTooNew
+from duplex_sidecar.ledger.export import verify_lines
 from duplex_sidecar.ledger.records import (
     GENESIS_HASH,
     Accepted,
@@ -210,3 +211,10 @@ def test_a_newer_schema_is_refused_by_name_even_if_its_shape_is_unknown() -> Non
 def test_unknown_fields_of_the_same_schema_are_ignored() -> None:
     text = records.encode(committed(1, GENESIS_HASH))[:-1] + b',"later":1}'
     assert records.decode("s", 2, text) == committed(1, GENESIS_HASH)
+
+
+def test_a_record_that_is_nested_without_end_is_corrupt() -> None:
+    with pytest.raises(LedgerCorrupt, match="entry 7"):
+        records.decode("s", 7, b'{"schema":1,"x":' + b"[" * 100_000)
+    with pytest.raises(LedgerCorrupt, match="line 1"):
+        verify_lines([b'{"x":' + b"[" * 100_000])

@@ -169,9 +169,9 @@ def resume(story: Story) -> Resume:
     return decision
 
 
-def refuse(story: Story, checkpoint: str = "c", acknowledged_seq: int = 0) -> Refuse:
+def refuse(story: Story, checkpoint: str = "c") -> Refuse:
     loaded = story.loaded()
-    decision = decide(loaded, checkpoint=checkpoint, acknowledged_seq=acknowledged_seq)
+    decision = decide(loaded, checkpoint=checkpoint)
     assert isinstance(decision, Refuse)
     return decision
 
@@ -235,12 +235,6 @@ def test_another_checkpoint_is_refused_by_name(story: Story) -> None:
     refusal = refuse(story, checkpoint="other")
     assert refusal.code is RefusalCode.OTHER_CHECKPOINT
     assert "checkpoint c" in refusal.reason
-
-
-def test_a_ledger_shorter_than_what_was_acknowledged_is_a_rewind(story: Story) -> None:
-    story.accept(1).commit(1).sound(1).accept(2)
-    assert isinstance(decide(story.loaded(), checkpoint="c", acknowledged_seq=2), Resume)
-    assert refuse(story, acknowledged_seq=3).code is RefusalCode.LEDGER_REWOUND
 
 
 def test_an_ended_or_closed_session_is_not_resumed() -> None:

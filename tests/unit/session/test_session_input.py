@@ -91,6 +91,17 @@ def test_the_rate_is_fixed_by_the_first_input() -> None:
     assert (error.value.code, here.rate_hz) == (ErrorCode.IMMUTABLE_SETTING, RATE_HZ)
 
 
+@pytest.mark.parametrize(("heard", "rate_hz"), [(b"", 24_000), (b"\0\0\0\0", 48_000)])
+def test_a_new_client_begins_with_the_default_format(heard: bytes, rate_hz: int) -> None:
+    here = desk(rate_hz=0)
+    here.set_format(SetInputFormat(AudioEncoding.FLOAT32, 48_000))
+    here.append(AppendInput(heard))
+    here.new_client()
+    assert (here.sample_bytes, here.rate_hz) == (2, rate_hz)
+    here.append(AppendInput(b"\0\0"))
+    assert here.received_samples == len(heard) // 4 + 1
+
+
 def test_commit_and_clear() -> None:
     here = desk()
     here.append(AppendInput(second(1)[:2_000]))

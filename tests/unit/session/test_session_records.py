@@ -1,5 +1,9 @@
 """What a session keeps of its units, in memory and in the ledger."""
 
+import contextlib
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 import pytest
 from fake_stage import HIDDEN, rows
@@ -8,7 +12,11 @@ from session_kit import MODEL, PROMPT, VOCABULARY, Terms, encode, with_camera
 from duplex_api.resolve import resolve_session
 from duplex_api.window import WindowBoundary, WindowLimits, WindowMode
 from duplex_sidecar.framing.append import NEW_FRAMER
+from duplex_sidecar.ledger.records import Opening
+from duplex_sidecar.ledger.writing import encode_record
+from duplex_sidecar.model.minicpmo45.constants import UNIT_SAMPLES
 from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, initial_state
+from duplex_sidecar.model.minicpmo45.framing import reserve_append
 from duplex_sidecar.session.conversation import (
     Conversation,
     decode_conversation,
@@ -22,6 +30,7 @@ from duplex_sidecar.session.opening import (
     require_served,
     terms_of,
 )
+from duplex_sidecar.session.prompting import plan_after
 from duplex_sidecar.session.recording import RECORDS_KEPT_UNITS, trim_after, unit_seed
 from duplex_sidecar.session.rows import (
     RetainedUnits,
@@ -35,7 +44,7 @@ from duplex_sidecar.session.rows import (
 )
 from duplex_sidecar.stages.envelope import ElementType, EncoderRows, Ids, Rows, Tensor
 from duplex_sidecar.window.parts import BlockKind, MediaKind, MediaPart, TextPart
-from duplex_sidecar.window.state import WindowState, WindowUnit
+from duplex_sidecar.window.state import Extend, Overflow, Rebuild, WindowState, WindowUnit
 
 pytestmark = pytest.mark.unit
 
@@ -109,6 +118,16 @@ def test_retained_units_hold_what_they_are_told_and_nothing_else() -> None:
 
 # --- the opening ----------------------------------------------------------------------------------
 
+SEALED: dict[str, Any] = {
+    "schema": 1,
+    "rows": (),
+    "state_sha256": "0" * 64,
+    "replica": "replica",
+    "at_ms": 1_800_000_000_000,
+    "prev_hash": "0" * 64,
+}
+"""What the ledger adds to a draft."""
+
 
 @pytest.mark.parametrize("mode", list(WindowMode))
 def test_a_session_reads_from_its_opening_what_it_was_opened_with(mode: WindowMode) -> None:
@@ -138,6 +157,54 @@ def test_what_is_not_served_is_named() -> None:
     with pytest.raises(UnservedManifestError) as error:
         require_served(resolve_session(spec, None, WindowLimits(8192)), MODEL)
     assert [problem.path for problem in error.value.problems] == ["spec.window.strategy"]
+
+
+@pytest.mark.parametrize("field", ["prompt", "initialText"])
+@pytest.mark.parametrize(("max_tokens", "longest"), [(8_192, 8_100), (1 << 20, 50_000)])
+def test_a_context_that_cannot_be_opened_is_refused(
+    field: str, max_tokens: int, longest: int
+) -> None:
+    model = replace(MODEL, max_model_tokens=max_tokens)
+    spec = Terms("context").manifest().spec
+
+    def opened(characters: int) -> int:
+        """Tokens of the context, of which the kit has one a byte."""
+        name = "initial_text" if field == "initialText" else field
+        resolved = resolve_session(
+            spec.model_copy(update={name: "x" * characters}), None, WindowLimits(max_tokens)
+        )
+        require_served(resolved, model)
+        draft, _ = opening_of("s", resolved, model, "")
+        encode_record("s", Opening(**msgspec.structs.asdict(draft), **SEALED))
+        return facts_of(draft, model).layout.context_tokens
+
+    with pytest.raises(UnservedManifestError) as error:
+        opened(longest * 2)
+    (problem,) = error.value.problems
+    assert problem.path == f"spec.{field}"
+    assert "makes a context of" in problem.message
+    fits = int(problem.allowed.split()[2])
+    assert longest < fits < longest * 2
+    beside = opened(1) - 1
+    assert fits - 20 <= opened(fits - beside - 10) <= fits
+    with pytest.raises(UnservedManifestError):
+        opened(fits - beside + 1_000)
+
+
+def test_a_context_leaves_room_for_one_unit() -> None:
+    spec = Terms("context").manifest().spec
+    plain = resolve_session(spec, None, WindowLimits(8_192))
+    least = 0
+    for tokens in range(1, 400):
+        with contextlib.suppress(UnservedManifestError):
+            require_served(plain, replace(MODEL, max_model_tokens=tokens))
+            least = tokens
+            break
+    for tokens, planned in ((least - 1, Overflow), (least, Extend | Rebuild)):
+        draft, conversation = opening_of("s", plain, replace(MODEL, max_model_tokens=tokens), "")
+        facts = facts_of(draft, replace(MODEL, max_model_tokens=tokens))
+        slots = reserve_append(1, UNIT_SAMPLES, (), facts.layout.context_tokens).slots
+        assert isinstance(plan_after(facts, conversation, slots, None)[0], planned)
 
 
 def test_without_a_seed_each_session_has_its_own() -> None:

@@ -1,5 +1,6 @@
 """Spans of a conversation: their tree, their attributes, and how they go on after a kill."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -106,12 +107,12 @@ def test_a_rebuild_says_why_and_what_it_cost(cause: names.RebuildCause) -> None:
 def test_a_rebuild_ahead_hangs_from_the_segment() -> None:
     recorder = Recorder()
     session = recorder.session()
-    with session.rebuild(3, "basic", names.RebuildCause.SLIDE, 1, 13, 200, None):
+    with session.rebuild(3, "basic", names.RebuildCause.SLIDE, 1, 13, 200, 20.0):
         pass
     (rebuild,), (root,) = recorder.named("duplex.window.rebuild"), recorder.named("duplex.session")
     assert rebuild.parent is not None
     assert rebuild.parent.span_id == root.context.span_id
-    assert "duplex.rebuild.predicted_ms" not in dict(rebuild.attributes or {})
+    assert dict(rebuild.attributes or {})["duplex.rebuild.predicted_ms"] == 20.0
 
 
 def test_an_epoch_is_an_event_of_its_unit_or_a_span_between_units() -> None:
@@ -221,3 +222,31 @@ def test_a_traceparent_is_read_as_it_was_written() -> None:
     assert context is not None
     assert context.is_remote
     assert format_traceparent(context) == text
+
+
+def test_a_session_is_traced_whole_or_not_at_all() -> None:
+    """Over several segments and replicas; of many sessions, the part that was asked for."""
+    traced: list[set[str]] = []
+    for _ in range(2):
+        recorder = Recorder(trace_sample_ratio=0.25, segment_units=2)
+        for number in range(400):
+            name = f"session-{number}"
+            session = recorder.tracing.session(name, None, names.SegmentReason.OPENED)
+            for seq in range(5):
+                with session.unit(seq, 1, 1_000.0) as unit, unit.step(names.StepName.ENCODE):
+                    pass
+        counts = Counter(str((s.attributes or {})[names.SESSION_ID]) for s in recorder.spans)
+        assert set(counts.values()) == {3 + 5 + 5}
+        traced.append(set(counts))
+    assert traced[0] == traced[1]
+    assert 70 <= len(traced[0]) <= 130
+
+
+@pytest.mark.parametrize(("ratio", "spans"), [(0.0, 0), (1.0, 2)])
+def test_none_or_all_are_traced(ratio: float, spans: int) -> None:
+    recorder = Recorder(trace_sample_ratio=ratio)
+    session = recorder.session()
+    with session.unit(1, 1, 1_000.0):
+        pass
+    assert len(recorder.spans) == spans
+    assert parse_traceparent(session.traceparent) is not None

@@ -3,6 +3,7 @@
 python -m duplex_sidecar.stages.code2wav.process --socket PATH --config JSONFILE
 """
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from duplex_sidecar.checkpoint.config import read_config
 from duplex_sidecar.checkpoint.voice import Voice, load_voice, seeded_voice
 from duplex_sidecar.stages.code2wav.config import LOOK_AHEAD_CODES, Code2WavSettings
 from duplex_sidecar.stages.code2wav.flow import FlowSettings
-from duplex_sidecar.stages.code2wav.freed import give_back_freed
 from duplex_sidecar.stages.code2wav.service import STAGE, Code2WavService
 from duplex_sidecar.stages.code2wav.stream import Chunk, StreamState, Vocoder
 from duplex_sidecar.stages.code2wav.weights import dummy_weights, load_weights
@@ -44,12 +44,13 @@ async def load_service(config: bytes) -> Code2WavService:
         torch.backends.cudnn.allow_tf32 = False
     folder = Path(settings.checkpoint)
     sizes = read_config(folder).token2wav
+    voices_dir = Path(settings.voices_dir) if settings.voices_dir else None
     is_dummy = settings.load_format is LoadFormat.DUMMY
 
     def voice_of(name: str) -> Voice:
         if is_dummy:
             return seeded_voice(name, _DUMMY_VOICE_CODES, 0, sizes)
-        return load_voice(folder, name, sizes)
+        return load_voice(folder, name, sizes, voices_dir)
 
     weights = dummy_weights(sizes, device) if is_dummy else load_weights(folder, sizes, device)
     vocoder = Vocoder(
@@ -62,7 +63,7 @@ async def load_service(config: bytes) -> Code2WavService:
         ),
     )
     start = warm_up(vocoder, voice_of(settings.voice))
-    give_back_freed()
+    give_back_freed_pages()
     worker = Worker(
         vocoder,
         voice_of,
@@ -70,7 +71,6 @@ async def load_service(config: bytes) -> Code2WavService:
         max_queue=settings.max_queue,
         max_voices=settings.max_voices,
         starts={settings.voice: start},
-        at_rest=give_back_freed,
     )
     worker.start()
     return Code2WavService(worker, settings, sizes.codebook_size)
@@ -78,10 +78,18 @@ async def load_service(config: bytes) -> Code2WavService:
 
 def bound_kernel_caches() -> None:
     """For a CPU, before the first convolution: oneDNN and torch's layer above it each cache by
-    shape, and read the variables when they are first needed."""
-    kernels = str(_CACHED_LENGTHS * _KERNELS_A_LENGTH)
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = kernels
-    os.environ["LRU_CACHE_CAPACITY"] = kernels
+    shape, and read the variables when they are first needed. The upper one's entries cost memory
+    and save no time that could be measured: it keeps one."""
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(_CACHED_LENGTHS * _KERNELS_A_LENGTH)
+    os.environ["LRU_CACHE_CAPACITY"] = "1"
+
+
+def give_back_freed_pages() -> None:
+    """What this thread took while loading is 30 MiB that the worker's thread, which allocates
+    elsewhere, would never use. Does nothing where the C library cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def warm_up(vocoder: Vocoder, voice: Voice) -> StreamState:

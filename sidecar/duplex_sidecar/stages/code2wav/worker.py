@@ -92,18 +92,15 @@ class Worker:
         max_queue: int,
         max_voices: int,
         starts: Mapping[str, StreamState],
-        at_rest: Callable[[], None] = lambda: None,
     ) -> None:
         """`load_voice` runs in the worker's thread; what it raises goes to who asked. `starts`:
-        start states of voices that are known already. `at_rest`: called in the worker's thread when
-        a turn has ended and nothing waits."""
+        start states of voices that are known already."""
         self._vocoder = vocoder
         self._load_voice = load_voice
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._max_voices = max_voices
         self._starts: OrderedDict[str, StreamState] = OrderedDict(starts)
-        self._at_rest = at_rest
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -156,8 +153,6 @@ class Worker:
             self._busy_since_s = time.monotonic()
             self._serve(jobs)
             self._busy_since_s = None
-            if not self._waiting and any(job.chunk and job.chunk.last for job in jobs):
-                self._at_rest()
         for job in waiting:
             job.resolve(Dropped("the stage is closing"))
 

@@ -1,0 +1,68 @@
+"""What strangers get at the sidecar's ports: not why it is not ready, and no socket for nothing."""
+
+import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from duplex_sidecar import app as sidecar_app
+from duplex_sidecar.app import Sidecar
+from duplex_sidecar.cli import serving
+from duplex_sidecar.stages.supervisor import StageState
+
+pytestmark = pytest.mark.integration
+REASON = "given up: /somewhere/model.safetensors is broken"
+
+
+class NotReady:
+    """As a sidecar whose Thinker has been given up."""
+
+    problem = f"thinker: failed: {REASON}"
+    draining = False
+    waits_for = Sidecar.waits_for
+
+    def __init__(self, *, loopback: bool) -> None:
+        self.settings = SimpleNamespace(is_loopback=loopback, replica="one")
+        self.supervisor = SimpleNamespace(report=self._report)
+
+    def _report(self, stage: str) -> Any:
+        bad = stage == "thinker"
+        return SimpleNamespace(state=StageState.FAILED if bad else StageState.READY, reason=REASON)
+
+
+@pytest.mark.parametrize(
+    ("loopback", "told"), [(True, NotReady.problem), (False, "thinker: failed")]
+)
+async def test_why_it_is_not_ready_is_for_those_who_run_it(loopback: bool, told: str) -> None:
+    app = FastAPI()
+    sidecar_app._serve_public(app, cast("Sidecar", NotReady(loopback=loopback)))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://sidecar"
+    ) as client:
+        answer = await client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json() == {"ready": False, "waiting_for": told, "replica": "one"}
+
+
+async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    server = serving._Server(serving._config(FastAPI(), "off"))
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        for said in (b"", b"GET /livez HTTP/1.1\r\nHost: sidecar\r\n"):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(said)
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
