@@ -10,7 +10,7 @@ ENGINE ?= cpu
 PYTHON := .venv/bin/python
 
 .PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down \
-  test-cluster demo-cluster
+  bench-cluster test-cluster demo-cluster
 
 help: ## what can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ cluster-up: env ## a real Kubernetes cluster of two nodes on this machine (root;
 
 cluster-down: env ## ends it; only the cache of binaries and images stays
 	@$(PYTHON) -m scripts.cluster down
+
+bench-cluster: env ## times of a release on that cluster, as JSON with conditions
+	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_cluster
 
 test-cluster: env ## the tier that needs that cluster, or the one of KUBECONFIG
 	@$(PYTHON) -m scripts.run_tests cluster

@@ -8,6 +8,7 @@ The release goes again, the cluster stays up: `make cluster-down` ends it.
 
 import argparse
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from support.callers import Caller, calling
 from support.clusters import OwnCluster, running_cluster
@@ -41,7 +43,7 @@ PODS = 2
 READY_TIMEOUT_S = 600.0
 DRAIN_AFTER_UNIT = 10
 UNITS_AFTER_DRAIN = 20
-ERASURE_TIMEOUT_S = 30.0
+SETTLING_TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -102,8 +104,7 @@ async def converse(own: OwnCluster, namespace: str, story: Story) -> None:
         )
         began = time.monotonic()
         own.apply(pool, namespace)
-        slots = PODS * pool["spec"]["slots"]
-        await asyncio.to_thread(voice.await_free, slots)
+        await asyncio.to_thread(voice.await_free, PODS * pool["spec"]["slots"])
         story.pods_s = time.monotonic() - began
         say("kubectl apply -f examples/session.yaml")
         began = time.monotonic()
@@ -118,7 +119,7 @@ async def converse(own: OwnCluster, namespace: str, story: Story) -> None:
         say(f"kubectl delete dxs/{SESSION}")
         delete = ("delete", f"dxs/{SESSION}", "--timeout=60s")
         await asyncio.to_thread(own.kubectl, *delete, namespace=namespace, timeout_s=70)
-        story.left = await asyncio.to_thread(left_behind, voice, uid, slots)
+        story.left = await asyncio.to_thread(left_behind, voice, uid)
 
 
 async def talk_and_drain(voice: Voice, caller: Caller, story: Story) -> None:
@@ -189,17 +190,22 @@ def drain(voice: Voice, node: str) -> None:
     voice.cluster.kubectl("uncordon", node)
 
 
-def left_behind(voice: Voice, uid: str, slots: int) -> list[str]:
+def left_behind(voice: Voice, uid: str) -> list[str]:
     """What there still is of a session that is deleted."""
     kube, namespace = voice.cluster, voice.namespace
     found = [f"dxs/{SESSION}"] if kube.find("dxs", SESSION, namespace) else []
     found += ["its Secret"] if kube.find("secret", f"{SESSION}-token", namespace) else []
     with ledger_of(kube, voice.namespace) as redis:
-        deadline = time.monotonic() + ERASURE_TIMEOUT_S
-        while (keys := left_of(redis, uid)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + SETTLING_TIMEOUT_S
+        while (left := [*left_of(redis, uid), *taken(voice)]) and time.monotonic() < deadline:
             time.sleep(0.2)
-    voice.await_free(slots)
-    return found + keys
+    return found + left
+
+
+def taken(voice: Voice) -> list[str]:
+    """A slot that is not given back, by the pool's status."""
+    status: Json = voice.cluster.get("dxp", voice.pool, voice.namespace)["status"]
+    return [] if status["freeSlots"] == status["slots"] else ["a slot"]
 
 
 @contextmanager
@@ -221,11 +227,17 @@ def echo(process: "subprocess.Popen[str]") -> None:
         say(f"  dxs  {line.rstrip()}")
 
 
+def leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description="The demo on a cluster of this machine.").parse_args()
     if cluster.foreign_kubeconfig() is not None:
         print("demo-cluster: needs this machine's own cluster: unset KUBECONFIG", file=sys.stderr)
         return 1
+    # So that a `kill` or a timeout of this program leaves nothing in the cluster.
+    signal.signal(signal.SIGTERM, leave)
     try:
         cluster.up()
         with running_cluster() as running:

@@ -8,27 +8,24 @@ hears nothing when its pod is drained or killed. Writes results/cluster-cpu.json
 import argparse
 import asyncio
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from kubernetes import client, config, watch  # pyright: ignore[reportMissingTypeStubs]
 from rich.console import Console
 from support.callers import calling
 from support.clusters import OwnCluster, running_cluster
 from support.kube import Json
 from support.releases import SIDECARS, Voice, example, running_voice
 
-from duplex_api.constants import API_GROUP, API_VERSION, SESSION_PLURAL
 from duplex_sidecar.cli.places import default_checkpoint
 from scripts.cluster import say
 from tests.bench import conditions
 from tests.bench.__main__ import RESULTS, dump
 from tests.bench.figures import Figure, as_json, print_table
+from tests.bench.session_times import SessionTimes
 from tests.bench.stats import percentile
 
 SESSIONS = 20
@@ -36,7 +33,6 @@ MOVES = 4
 UNITS_BEFORE, UNITS_AFTER = 4, 4
 OPERATORS = "app.kubernetes.io/component=operator"
 WAIT_S = 60.0
-VERSION = API_VERSION.partition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,48 +54,16 @@ class Found:
     """From the last unit on the old pod to the first on the new one; 1.0 is no silence."""
 
 
-class Sessions:
-    """Made without kubectl, whose start would be most of the time; seen by a watch of its own."""
-
-    def __init__(self, cluster: OwnCluster, namespace: str) -> None:
-        api = config.new_client_from_config(str(cluster.kubeconfig))
-        self._objects: Any = client.CustomObjectsApi(api)
-        self._namespace = namespace
-        self._seen: dict[tuple[str, str], float] = {}
-        self._came = threading.Condition()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
-        stream: Any = watch.Watch().stream(
-            self._objects.list_namespaced_custom_object, *where, timeout_seconds=3_600
-        )
-        for event in stream:
-            now = time.monotonic()
-            name: str = event["object"]["metadata"]["name"]
-            for condition in event["object"].get("status", {}).get("conditions", ()):
-                if condition["status"] == "True":
-                    with self._came:
-                        self._seen.setdefault((name, condition["type"]), now)
-                        self._came.notify_all()
-
-    def open(self, name: str) -> Opened:
-        """Until it is ready. Raises TimeoutError."""
-        session = example("session.yaml")
-        session["metadata"]["name"] = name
-        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
-        began = time.monotonic()
-        self._objects.create_namespaced_custom_object(*where, session)
-        answered = time.monotonic()
-        with self._came:
-            if not self._came.wait_for(lambda: (name, "Ready") in self._seen, WAIT_S):
-                raise TimeoutError(f"session {name} is not ready")
-            placed, ready = (self._seen[name, kind] for kind in ("Placed", "Ready"))
-        return Opened(*(round(1e3 * (at - began), 1) for at in (answered, placed, ready)))
-
-    def delete(self, name: str) -> None:
-        where = (API_GROUP, VERSION, self._namespace, SESSION_PLURAL)
-        self._objects.delete_namespaced_custom_object(*where, name)
+def opened(times: SessionTimes, name: str) -> Opened:
+    """Without kubectl, whose start would be most of the time. Raises TimeoutError."""
+    session = example("session.yaml")
+    session["metadata"]["name"] = name
+    began = time.monotonic()
+    times.create(session)
+    answered = time.monotonic()
+    ready = times.at(name, "Ready", WAIT_S)
+    moments = (answered, times.at(name, "Placed", WAIT_S), ready)
+    return Opened(*(round(1e3 * (at - began), 1) for at in moments))
 
 
 def operator_requests(voice: Voice) -> dict[str, float]:
@@ -121,17 +85,17 @@ def operator_requests(voice: Voice) -> dict[str, float]:
 
 
 def measure_opening(voice: Voice, found: Found) -> None:
-    sessions = Sessions(voice.cluster, voice.namespace)
-    sessions.open("warm-up")
-    sessions.delete("warm-up")
+    times = SessionTimes(voice.cluster.kubeconfig, voice.namespace)
+    opened(times, "warm-up")
+    times.delete("warm-up")
     up_to_ready: dict[str, float] = {}
     for number in range(SESSIONS):
         voice.await_free(2)
         before = operator_requests(voice)
-        found.opened.append(sessions.open(f"timed-{number}"))
+        found.opened.append(opened(times, f"timed-{number}"))
         for key, count in operator_requests(voice).items():
             up_to_ready[key] = up_to_ready.get(key, 0) + count - before.get(key, 0)
-        sessions.delete(f"timed-{number}")
+        times.delete(f"timed-{number}")
         voice.cluster.wait(f"dxs/timed-{number}", "delete", voice.namespace)
     found.requests = {key: count / SESSIONS for key, count in up_to_ready.items() if count}
 

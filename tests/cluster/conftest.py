@@ -61,9 +61,10 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def voice(own_cluster: OwnCluster) -> Iterator[Voice]:
-    """A release and a pool of two real sidecars with one slot each; up until the last test."""
+    """A release that serves the whole cluster, and a pool of two real sidecars with one slot each.
+    For one module: another module's releases shall have their sessions for themselves."""
     with running_voice(own_cluster) as running:
         yield running
 

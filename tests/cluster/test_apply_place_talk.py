@@ -1,20 +1,29 @@
-"""The main job: apply, place, talk, drain in mid-sentence, talk on, delete.
+"""The main job on a real cluster: apply, place, talk, drain in mid-sentence, talk on, delete; what
+goes wrong meanwhile; and who may not do what to whom.
 
 Everything is the product's own, installed by its charts, but for the sidecar's image (see
 sidecar_pods). The client is the demo's, and keeps one connection to the gateway throughout.
 """
 
 import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from support.callers import Caller, calling
-from support.kube import Json, until
-from support.releases import SIDECARS, Voice, example, ledger_of, left_of
+from support.callers import Caller, calling, ticket
+from support.kube import Json, KubeError, until
+from support.releases import RELEASE, SIDECARS, Voice, example, ledger_of, left_of
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SESSION = "hello"
 DRAIN = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", f"--pod-selector={SIDECARS}")
+OPERATORS = "app.kubernetes.io/component=operator"
+NOW = ("--grace-period=0", "--force", "--wait=false")
+LEAD_TIMEOUT_S = 40.0
 
 
 async def test_apply_place_talk_drain_delete(voice: Voice) -> None:
@@ -83,3 +92,165 @@ async def test_the_charts_own_test_holds_a_conversation(voice: Voice) -> None:
         voice.cluster.helm, "test", "talk", "-n", voice.namespace, "--logs", timeout_s=120
     )
     assert "Phase:          Succeeded" in said
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def named(name: str, **spec: object) -> Json:
+    """examples/session.yaml under another name."""
+    session = example("session.yaml")
+    session["metadata"]["name"] = name
+    session["spec"] |= spec
+    return session
+
+
+@contextmanager
+def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Iterator[None]:
+    """Gone at the end, and their slots free."""
+    where = namespace or voice.namespace
+    voice.cluster.apply(list(sessions), where)
+    try:
+        yield
+    finally:
+        names = [f"dxs/{session['metadata']['name']}" for session in sessions]
+        arguments = ("delete", *names, "--ignore-not-found", "--timeout=60s")
+        voice.cluster.kubectl(*arguments, namespace=where, timeout_s=70)
+
+
+async def test_a_pod_is_killed_while_it_talks(voice: Voice) -> None:
+    """Nothing is parked: the lease is broken, and the other pod takes over what was durable."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(2)
+    with applied(voice, named("killed")):
+        kube.wait("dxs/killed", "condition=Ready", namespace)
+        async with calling(voice, "killed") as caller:
+            before = await caller.until_unit(4)
+            pod = voice.pod_of("killed")
+            await asyncio.to_thread(kube.kubectl, "delete", "pod", pod, *NOW, namespace=namespace)
+            await caller.until(
+                lambda event: (
+                    event["type"] == "duplex.unit" and event["replica"] != before["replica"]
+                ),
+                "a unit on another pod",
+            )
+            await caller.until_unit(caller.last_unit + 3)
+            caller.assert_whole()
+            assert voice.pod_of("killed") not in ("", pod)
+
+
+async def test_operators_are_killed_while_a_client_talks(voice: Voice) -> None:
+    """Nobody notices; the status converges under the next leader."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(1)
+    with applied(voice, named("unattended")):
+        kube.wait("dxs/unattended", "condition=Ready", namespace)
+        async with calling(voice, "unattended") as caller:
+            await caller.until_unit(3)
+            kill = ("delete", "pods", f"--selector={OPERATORS}", *NOW)
+            await asyncio.to_thread(kube.kubectl, *kill, namespace=voice.namespace)
+            await caller.until_unit(caller.last_unit + 3)
+            # A new leader places and ends.
+            with applied(voice, named("later")):
+                ready = ("dxs/later", "condition=Ready", namespace, LEAD_TIMEOUT_S)
+                await asyncio.to_thread(kube.wait, *ready)
+            caller.assert_whole()
+            assert kube.get("dxs", "unattended", namespace)["status"]["phase"] == "Active"
+
+
+async def test_the_last_slot(voice: Voice) -> None:
+    """One waits, knows its position, and is placed when another ends. Its client only waits."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(2)
+    with applied(voice, named("first"), named("second")):
+        for name in ("first", "second"):
+            kube.wait(f"dxs/{name}", "condition=Ready", namespace)
+        with applied(voice, named("third")):
+            kube.wait("dxs/third", "jsonpath={.status.queuePosition}=1", namespace)
+            assert kube.get("dxs", "third", namespace)["status"]["phase"] == "Queued"
+            async with calling(voice, "third") as caller:
+                kube.delete(named("first"), namespace)
+                await caller.until_unit(2)
+                caller.assert_whole()
+            kube.wait("dxs/first", "delete", namespace)
+            assert "queuePosition" not in kube.get("dxs", "third", namespace)["status"]
+
+
+async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> None:
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(1)
+    with applied(voice, named("guarded"), named("other")):
+        for name in ("guarded", "other"):
+            kube.wait(f"dxs/{name}", "jsonpath={.status.tokenSecret.name}", namespace)
+        own, other = (ticket(kube, name, namespace) for name in ("guarded", "other"))
+        with kube.port_forward(f"service/{RELEASE}-gateway", 80, voice.namespace) as port:
+            url = f"ws://127.0.0.1:{port}/v1/realtime?model=duplex&session="
+            for session, token in (
+                (own.uid, "wrong"),
+                (own.uid, other.token),
+                (own.uid, ""),
+                ("unknown", own.token),
+                (f"{voice.namespace}/guarded", own.token),
+            ):
+                assert await turned_away(url + session, token) == ("unauthorized", 1008)
+
+
+async def turned_away(url: str, token: str) -> tuple[str, int]:
+    """The one error that such a client gets, and the close code behind it."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with connect(url, additional_headers=headers) as socket:
+        error: Json = json.loads(await socket.recv())["error"]
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.recv()
+        return error["code"], closed.value.rcvd.code if closed.value.rcvd else 0
+
+
+async def test_a_namespace_goes_with_a_live_session(voice: Voice) -> None:
+    """Of another namespace than its pool's, which allows it. Nothing holds the namespace."""
+    kube = voice.cluster
+    voice.await_free(1)
+    with kube.namespace("guest") as guest:
+        pool: Json = {"poolRef": {"name": voice.pool, "namespace": voice.namespace}}
+        kube.apply(named("visitor", **pool), guest)
+        refused = "jsonpath={.status.conditions[?(@.type=='Accepted')].status}=False"
+        kube.wait("dxs/visitor", refused, guest)
+        allowed = {"allowedNamespaces": {"from": "Listed", "names": [guest]}}
+        kube.patch("dxp", voice.pool, {"spec": allowed}, voice.namespace)
+        try:
+            kube.wait("dxs/visitor", "condition=Ready", guest)
+            async with calling(voice, "visitor", namespace=guest) as caller:
+                await caller.until_unit(2)
+                uid = ticket(kube, "visitor", guest).uid
+                kube.kubectl("delete", "namespace", guest, "--timeout=60s", timeout_s=70)
+                closed = await caller.until(
+                    lambda event: event["type"] == "session.closed", "the session's end"
+                )
+                assert closed["reason"] != "parked"
+        finally:
+            kube.patch("dxp", voice.pool, {"spec": {"allowedNamespaces": None}}, voice.namespace)
+    with ledger_of(kube, voice.namespace) as redis:
+        until(lambda: not left_of(redis, uid), "the ledger's erasure")
+
+
+def test_rights_in_a_namespace_reach_no_other(voice: Voice) -> None:
+    """Somebody who administers a namespace, against the sessions, Secrets and pool of another."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(1)
+    with kube.namespace("guest") as guest, applied(voice, named("private")):
+        kube.wait("dxs/private", "condition=Ready", namespace)
+        kube.kubectl("create", "serviceaccount", "neighbour", namespace=guest)
+        grant = ("create", "rolebinding", "neighbour", "--clusterrole=admin")
+        user = f"system:serviceaccount:{guest}:neighbour"
+        kube.kubectl(*grant, f"--serviceaccount={guest}:neighbour", namespace=guest)
+        for what in ("dxs/private", "secret/private-token", f"dxp/{voice.pool}", "pods"):
+            with pytest.raises(KubeError, match="Forbidden"):
+                kube.kubectl("get", what, f"--as={user}", namespace=namespace)
+        # What they may make in their own namespace gets them no further.
+        thief = named("thief", poolRef={"name": voice.pool, "namespace": namespace})
+        create = ("create", "-f", "-", f"--as={user}")
+        kube.kubectl(*create, namespace=guest, stdin=json.dumps(thief))
+        refused = "jsonpath={.status.conditions[?(@.type=='Accepted')].status}=False"
+        kube.wait("dxs/thief", refused, guest)
+        assert "placement" not in kube.get("dxs", "thief", guest)["status"]
+        kube.kubectl("delete", "dxs/thief", f"--as={user}", "--timeout=30s", namespace=guest)
+        assert kube.get("dxs", "private", namespace)["status"]["phase"] == "Ready"

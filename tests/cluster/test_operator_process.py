@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from support.api_servers import ApiServer
 from support.kube import reserve_port, until
 
@@ -49,7 +50,9 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]
 
 
 @contextmanager
-def operator(api_server: ApiServer, namespace: str, redis_url: str) -> Iterator[Process]:
+def operator(
+    api_server: ApiServer, namespace: str, redis_url: str, **more: str
+) -> Iterator[Process]:
     with reserve_port() as reserved:
         port = int(reserved.getsockname()[1])
     environment = {
@@ -59,7 +62,7 @@ def operator(api_server: ApiServer, namespace: str, redis_url: str) -> Iterator[
         "DUPLEX_REDIS_URL": redis_url,
         "DUPLEX_HEALTH_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-    }
+    } | more
     command = (sys.executable, "-m", "duplex_operator")
     with subprocess.Popen(command, env=environment, cwd=Path.cwd()) as process:
         try:
@@ -108,6 +111,20 @@ def test_the_second_operator_takes_over(
         assert second.process.wait(10) == 0
         until(third.leads, "the third leads", 10)
         assert time.monotonic() - ended_s < 10
+
+
+def test_an_operator_without_rights_is_never_ready(
+    api_server: ApiServer, api_namespace: str, valkey: EmbeddedValkey, tmp_path: Path
+) -> None:
+    """It lives, waits, and counts for nobody as available."""
+    config = yaml.safe_load(api_server.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": "of-nobody"}
+    stranger = tmp_path / "kubeconfig"
+    stranger.write_text(yaml.safe_dump(config))
+    with operator(api_server, api_namespace, valkey.url, KUBECONFIG=str(stranger)) as process:
+        until(lambda: process.page("/healthz"), "it lives", 60)
+        until(lambda: 'verb="get",resource="leases"' in process.page("/metrics"), "it asks", 60)
+        assert not process.page("/readyz")
 
 
 def test_a_missing_setting_is_named() -> None:

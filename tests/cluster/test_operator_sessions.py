@@ -247,6 +247,39 @@ async def test_a_deleted_session_is_ended_erased_and_gone(place: Place, redis: R
         assert reasons.count("Erased") == 1, reasons
 
 
+async def test_a_session_that_was_not_ended_is_not_taken_for_ended(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pod.keeps.add(uid)
+        await place.change_session("talk", desiredState="Closed")
+
+        async def asked_again() -> bool:
+            return pod.calls.count("DELETE sessions/*") >= 2
+
+        await until(asked_again, "it is asked again")
+        assert (await place.status("talk"))["phase"] == "Ready"
+        pod.keeps.clear()
+        await place.phase("talk", "Ended")
+        assert uid not in pod.sessions
+
+
+async def test_only_a_pod_that_is_ready_is_asked_to_erase(place: Place) -> None:
+    """One that starts may still be without the ledger."""
+    await place.make_pool()
+    pods = [await place.make_pod(name) for name in ("pod-a", "pod-b", "pod-c", "pod-d")]
+    for starting in pods[1:]:
+        starting.ready = False
+    async with operating(place):
+        await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        await place.delete_session("talk")
+        await place.gone("talk")
+    assert [pod.calls.count("POST erase/*") for pod in pods] == [1, 0, 0, 0]
+
+
 async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis: Redis) -> None:
     await place.make_pool()
     pod = await place.make_pod("pod-a")
@@ -538,7 +571,7 @@ async def test_an_operator_killed_at_any_step_of_placing(
     assert len(pod.sessions) == step
 
 
-LEAVING = ("sidecar-end", "sidecar-erase", "route-drop", "create", "patch")
+LEAVING = ("sidecar-end", "sidecar-erase", "route-drop", "patch", "create")
 """The steps outward of deleting one."""
 
 
