@@ -6,6 +6,7 @@ for nobody.
 """
 
 import asyncio
+import gc
 import signal
 import socket
 import ssl
@@ -50,6 +51,10 @@ class Serving:
 
     def run(self) -> None:
         """Until a signal, or `give_up`."""
+        # What is imported lives as long as the process. Looking through all of it again in each
+        # full collection would hold up every session.
+        gc.collect()
+        gc.freeze()
         factory = self._servers[0].config.get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(self._run())
