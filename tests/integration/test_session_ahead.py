@@ -200,4 +200,5 @@ async def test_more_sessions_than_seats_still_say_what_they_say_alone(
             await caller.until_unit(30)
             check_events(caller)
             assert await tokens(here.ledger, caller.session) == alone[voice]
-        assert 0 < len(here.stages.thinker.opened_ahead) <= 4 * 26
+        # Units 5 to 30 slide, and so would 31, which is made ready behind 30.
+        assert 0 < len(here.stages.thinker.opened_ahead) <= 4 * 27

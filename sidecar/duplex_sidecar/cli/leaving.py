@@ -11,13 +11,14 @@ INTERRUPTED = 130
 @contextmanager
 def leaves_in_order() -> Generator[None]:
     """SIGTERM inside does what Ctrl-C does: every `finally` runs, then KeyboardInterrupt goes on.
-    Of the main thread."""
+    Of the main thread. SIGINT too, which a shell's background jobs would ignore."""
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

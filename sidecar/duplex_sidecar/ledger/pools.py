@@ -54,7 +54,12 @@ def _finder(address: SentinelAddress, timeout_s: float) -> FindPrimary:
     )
 
     async def find() -> tuple[str, int]:
-        host, port = await sentinels.discover_master(address.service)
+        try:
+            host, port = await sentinels.discover_master(address.service)
+        finally:
+            # Asked seldom: no connection to a Sentinel is kept, nobody would close it.
+            for sentinel in sentinels.sentinels:
+                await sentinel.aclose()
         return str(host), int(port)
 
     return find

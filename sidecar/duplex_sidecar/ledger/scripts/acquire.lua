@@ -26,7 +26,7 @@ if meta.nonce ~= '' and left > 0 and not again then
   return { 'held', meta.replica, text(left) }
 end
 local step = 1
-if meta.era ~= era then
+if meta.era ~= era and meta.era ~= '' then  -- an imported session has had no owner yet
   -- This server may have missed a later owner (failover to a stale replica): give that owner one
   -- lease time to be refused, and step over any fence it can have had.
   local settle = redis.call('HMGET', KEYS[1], 'settle_era', 'settle_until')
