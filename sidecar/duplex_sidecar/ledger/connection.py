@@ -57,6 +57,7 @@ class Connection:
         self._call_timeout_s = call_timeout_ms / 1000
         self._load_timeout_s = load_timeout_ms / 1000
         self._wait = b""
+        self._closed = False
         if durability is Durability.REPLICATED:
             self._wait = pack(("WAIT", NEEDED_REPLICAS, call_timeout_ms // 2))
 
@@ -87,6 +88,8 @@ class Connection:
         return connection
 
     async def close(self) -> None:
+        """Whoever asks from now on is refused: nobody would close what he opens."""
+        self._closed = True
         await self._redis.aclose(close_connection_pool=True)
 
     async def load_scripts(self) -> None:
@@ -113,10 +116,15 @@ class Connection:
         words = [word.decode(errors="replace") for word in answer]
         return dict(zip(words[::2], words[1::2], strict=True))
 
+    def _require_open(self, session: str) -> None:
+        if self._closed:
+            raise LedgerUnavailable(session, "its connection is closed")
+
     # --- scripts --------------------------------------------------------------------------------
 
     async def call(self, call: PendingCall) -> Reply:
         """Run a script; sent a second time (same operation id) if the outcome is unknown."""
+        self._require_open(call.session)
         for attempt in (1, 2):
             try:
                 answer = await self._evalsha(call)
@@ -173,6 +181,7 @@ class Connection:
         """
         connection = await self._pool.get_connection()
         try:
+            self._require_open("")
             await connection.send_packed_command(packed)
             found: list[Any] = []
             for _ in range(answers):
@@ -182,6 +191,8 @@ class Connection:
                     found.append(error)
         finally:
             await self._pool.release(connection)
+            if self._closed:
+                await connection.disconnect()
         for answer in found:
             if isinstance(answer, Exception):
                 raise answer
@@ -228,6 +239,7 @@ class Connection:
     async def _read(
         self, session: str, commands: Sequence[Command], *, transaction: bool
     ) -> list[Any]:
+        self._require_open(session)
         for attempt in (1, 2):
             try:
                 async with asyncio.timeout(self._load_timeout_s if attempt == 1 else 1.0):
