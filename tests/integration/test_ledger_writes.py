@@ -30,6 +30,7 @@ from duplex_sidecar.ledger.errors import (
     LeaseSettling,
     LedgerError,
     LedgerFull,
+    LedgerUnavailable,
     LedgerUnsuitable,
     SessionEnded,
     SessionErased,
@@ -532,6 +533,17 @@ async def test_a_server_that_evicts_is_refused(valkey: EmbeddedValkey, raw: Redi
             await Ledger.connect(valkey.url)
     finally:
         await raw.config_set("maxmemory-policy", "noeviction")
+
+
+async def test_a_closed_ledger_opens_no_connection_for_whoever_is_late(
+    valkey: EmbeddedValkey, session: str
+) -> None:
+    ledger = await Ledger.connect(valkey.url)
+    writer = await Writer.create(ledger, session)
+    await ledger.close()
+    for late in (ledger.renew(writer.lease), ledger.load(session)):
+        with pytest.raises(LedgerUnavailable, match="connection is closed"):
+            await late
 
 
 async def test_what_is_no_ledger_address_is_refused() -> None:

@@ -12,11 +12,11 @@ from types import FrameType
 
 import msgspec
 
+from duplex_api.ledger_address import without_login
 from duplex_sidecar.app import create_apps
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.cli.serving import Serving
-from duplex_sidecar.ledger.address import without_login
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.settings import SidecarSettings, settings_from_environment
 from duplex_sidecar.stages.engine.settings import Device

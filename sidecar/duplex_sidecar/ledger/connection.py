@@ -72,7 +72,7 @@ class Connection:
         durability: Durability = Durability.MEMORY,
     ) -> "Connection":
         """Raises `LedgerUnavailable` (unreachable) or `LedgerUnsuitable` (wrong kind of server, or
-        one that cannot promise `durability`). url: as in `ledger.address`."""
+        one that cannot promise `durability`). url: as in `duplex_api.ledger_address`."""
         try:
             pool = make_pool(url, connections=connections, timeout_s=call_timeout_ms / 1000)
         except ValueError:

@@ -9,7 +9,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from duplex_sidecar.ledger.address import SentinelAddress, parse_address
+from duplex_api.ledger_address import SentinelAddress, parse_address
 
 FindPrimary = Callable[[], Awaitable[tuple[str, int]]]
 

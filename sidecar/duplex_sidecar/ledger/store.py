@@ -73,7 +73,7 @@ class Ledger:
 
     @classmethod
     async def connect(cls, url: str, options: LedgerOptions | None = None) -> "Ledger":
-        """Raises `LedgerUnavailable` or `LedgerUnsuitable`. url: as in `ledger.address`."""
+        """url: see `duplex_api.ledger_address`. Raises `LedgerUnavailable`, `LedgerUnsuitable`."""
         options = options or LedgerOptions()
         connection = await Connection.connect(
             url,

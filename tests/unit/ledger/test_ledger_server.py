@@ -6,7 +6,7 @@ import pytest
 from redis import exceptions
 from redis._parsers.base import BaseParser
 
-from duplex_sidecar.ledger.address import SentinelAddress, parse_address, without_login
+from duplex_api.ledger_address import SentinelAddress, parse_address, without_login
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.errors import (
     LedgerCorrupt,
