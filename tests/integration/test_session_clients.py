@@ -150,6 +150,9 @@ async def test_a_session_that_nobody_ever_dials_parks_too(here: Replica, clock: 
     await here.open("unwanted", Terms("off"))
     clock.advance(31)
     await eventually(lambda: not here.registry.live)
+    meta = await here.ledger.reader.meta("unwanted")
+    assert meta is not None
+    assert (meta.phase, meta.nonce) == ("parked", "")
 
 
 async def test_a_client_that_says_nothing_is_told_so(here: Replica, clock: Clock) -> None:

@@ -246,6 +246,10 @@ async def test_parking_twice_is_parking_once(here: Replica, there: Replica) -> N
     await asyncio.gather(park("twice"), park("twice"), park("twice"))
     await park("twice")
     await there.registry.departures.park("twice")
+    meta = await here.ledger.reader.meta("twice")
+    assert meta is not None
+    assert (meta.phase, meta.nonce) == ("parked", "")
+    assert (here.registry.live, there.registry.live) == ({}, {})
 
 
 @pytest.mark.parametrize(
