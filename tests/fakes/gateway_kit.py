@@ -26,6 +26,7 @@ from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.doors.websocket import DoorWebSocket
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.session.handing_over import HandOver
 
 READY_TIMEOUT_S = 20.0
 
@@ -125,6 +126,17 @@ class Operator:
     async def place(self, session: str, where: House) -> None:
         async with self._placing:
             await self._place(session, where)
+
+    async def move(self, session: str, here: House, there: House, *, grace_s: float = 0.0) -> None:
+        """From one that runs it to one that makes itself ready first."""
+        async with self._placing:
+            self._fence += 1
+            there.opened[session] = self._fence
+            order = claim(self.tokens[session], self._fence)
+            manifest = self.terms[session].manifest()
+            await there.replica.registry.prepare(session, manifest, order)
+            hand_over = here.replica.registry.departures.hand_over
+            await hand_over(session, HandOver(there.replica.name, self._fence), grace_s=grace_s)
 
     async def _place(self, session: str, where: House) -> None:
         self._fence += 1

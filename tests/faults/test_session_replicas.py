@@ -274,14 +274,14 @@ async def test_mode_off_keeps_nothing_after_a_recovery(fleet: Fleet) -> None:
     await caller.talk(8)
     here = await fleet.start()
     await caller.dial(here)
-    retained = here.registry.live["bare"]._runner._retained
+    retained = here.registry.live["bare"].runner._retained
     assert (len(retained), retained.held_bytes) == (0, 0)
     unit = 8
     while not await stand_still(here, caller, "talker", False, unit + 1):
         unit += 1
     here = await fleet.start()
     await caller.dial(here)
-    retained = here.registry.live["bare"]._runner._retained
+    retained = here.registry.live["bare"].runner._retained
     assert (len(retained), retained.held_bytes) == (0, 0)
     assert caller.units[-1].unit == unit
 

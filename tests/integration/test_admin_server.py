@@ -207,6 +207,44 @@ async def test_the_refusals(here: Pod) -> None:
     }
 
 
+async def test_a_session_that_is_handed_over(
+    here: Pod, valkey: EmbeddedValkey, certificate: tuple[Path, Path]
+) -> None:
+    terms = Terms("context")
+    manifest = terms.manifest().model_dump_json(by_alias=True, exclude_none=True)
+    ready = {"manifest": manifest, "tokenHash": token_sha256(TOKEN), "fence": 4}
+    async with pod(valkey.url, "target-of-hand-over", certificate, slots=2) as there:
+        order = {"target": there.name, "fence": 4}
+        for path, body in (("prepare", ready), ("hand-over", order)):
+            status, error = await there.call("POST", f"/sessions/handed/{path}", body)
+            assert (status, error["code"]) == (404, "session_not_found")
+        await here.put("handed", terms, fence=3)
+        caller = Caller("handed")
+        await caller.dial(here.replica)
+        await caller.talk(3)
+        status, error = await here.call("POST", "/sessions/handed/hand-over", order)
+        assert (status, error["code"]) == (409, "not_prepared")
+        for fence in (2, 3):
+            stale = ready | {"fence": fence}
+            status, error = await there.call("POST", "/sessions/handed/prepare", stale)
+            assert (status, error["code"]) == (409, "stale_fence")
+        for _ in range(2):
+            answer = await there.call("POST", "/sessions/handed/prepare", ready)
+            assert answer == (200, {"prepared": True, "fence": 4, "units": 3})
+        for _ in range(2):
+            answer = await here.call("POST", "/sessions/handed/hand-over", order)
+            assert answer == (200, {"handedOver": True, "fence": 4})
+        status, view = await there.put("handed", terms, fence=4)
+        assert (status, view["fence"], view["units"]) == (200, 4, 3)
+        await caller.dial(there.replica)
+        await caller.talk(5)
+        view = (await there.call("GET", "/sessions/handed"))[1]
+        assert view["lastRebuild"]["cause"] == "move"
+        async with listening(here) as feed:
+            left = await feed.until(session="handed")
+            assert (left["phase"], left["reason"]) == ("gone", "handed_over")
+
+
 async def test_a_token_by_its_hash_alone(here: Pod) -> None:
     status, _ = await here.put("hashed", Terms("context"), tokenHash=token_sha256(TOKEN))
     assert status == 200
@@ -228,6 +266,10 @@ async def test_a_token_by_its_hash_alone(here: Pod) -> None:
         ("POST", "/dead-replicas", {}),
         ("POST", "/dead-replicas", {"replica": "a", "podUID": "b"}),
         ("POST", "/sessions/x/park", {"more": 1}),
+        ("POST", "/sessions/x/prepare", {"manifest": "m", "token": "t"}),
+        ("POST", "/sessions/x/hand-over", {"target": "r"}),
+        ("POST", "/sessions/x/hand-over", {"fence": 2}),
+        ("POST", "/sessions/x/hand-over", {"target": "r", "fence": 2, "graceSeconds": 21}),
         ("DELETE", "/sessions/x", {"reason": "two words"}),
     ],
 )
@@ -314,6 +356,8 @@ EVERYTHING = (
     ("GET", "/admin/v1/sessions"),
     ("GET", "/admin/v1/sessions/x"),
     ("POST", "/admin/v1/sessions/x/park"),
+    ("POST", "/admin/v1/sessions/x/prepare"),
+    ("POST", "/admin/v1/sessions/x/hand-over"),
     ("DELETE", "/admin/v1/sessions/x"),
     ("POST", "/admin/v1/erase/x"),
     ("POST", "/admin/v1/drain"),

@@ -130,7 +130,7 @@ async def test_a_unit_that_found_its_prompt_made_waited_for_nothing(valkey: Embe
         await pause.reached.wait()
         pause.go.set()
         await caller.until_unit(7)
-        page = here.registry.live["waits"]._runner._metrics.prometheus_page().decode()
+        page = here.registry.live["waits"].runner._metrics.prometheus_page().decode()
     assert 'duplex_window_rebuilds_total{duplex_window_cause="slide"} 3.0' in page
 
 

@@ -161,7 +161,7 @@ async def test_memory_between_units(here: Replica, mode: Mode) -> None:
 
 
 def retained_of(actor: SessionActor) -> RetainedUnits:
-    return actor._runner._retained
+    return actor.runner._retained
 
 
 async def test_two_sessions_side_by_side_say_what_each_says_alone(

@@ -3,6 +3,8 @@
 PUT    /admin/v1/sessions/{session}       runs a session here; the same call again, the same answer
 GET    /admin/v1/sessions                 GET /admin/v1/sessions/{session}
 POST   /admin/v1/sessions/{session}/park  lets it wait in the ledger
+POST   /admin/v1/sessions/{session}/prepare    makes ready for it while another replica runs it
+POST   /admin/v1/sessions/{session}/hand-over  gives it to a replica that is prepared
 DELETE /admin/v1/sessions/{session}       ends it for good
 POST   /admin/v1/erase/{session}          erases its ledger
 POST   /admin/v1/drain                    parks all sessions and takes no new one
@@ -21,20 +23,26 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from duplex_api.manifest import ManifestError, load_manifests
+from duplex_api.pool import PoolSpec
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
+from duplex_api.session import DuplexSession
 from duplex_api.window import WindowConfigError
 from duplex_sidecar.admin.feed import Feed, FeedResponse
 from duplex_sidecar.admin.guard import ADMIN_PREFIX, error_body
 from duplex_sidecar.admin.views import session_view
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.session.departures import HAND_OVER_GRACE_S
+from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 from duplex_sidecar.session.registry import Claim, SessionRegistry, name_complaint
 
 MAX_MANIFEST_CHARACTERS = 256 * 1024
 MAX_GRACE_S = 3600.0
+MAX_HAND_OVER_GRACE_S = 20.0
+"""Below the time that an offer holds."""
 _HTTP_STATUS = {
     ErrorCode.UNAUTHORIZED: 403,
     ErrorCode.SESSION_NOT_FOUND: 404,
@@ -50,6 +58,7 @@ _REFUSAL_STATUS = {
     Refusal.MANIFEST_CONFLICT: 409,
     Refusal.DRAINING: 503,
     Refusal.SESSION_BUSY: 409,
+    Refusal.NOT_PREPARED: 409,
 }
 _MANIFEST_ERRORS = (ManifestError, WindowConfigError, UnknownPresetError, UnservedManifestError)
 
@@ -87,6 +96,27 @@ class OpenSession(_Body):
 
     def claim(self) -> Claim:
         return Claim(self.token_hash or token_sha256(self.token or ""), self.fence)
+
+
+class PrepareSession(OpenSession):
+    """With a fence: under which it is to run here."""
+
+    @model_validator(mode="after")
+    def _has_fence(self) -> Self:
+        if self.fence is None:
+            raise ValueError("a fence is needed")
+        return self
+
+
+class HandOverSession(_Body):
+    target: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name of the replica that is prepared."""
+    fence: Annotated[int, Field(ge=1, le=2**53)]
+    """Under which it was prepared."""
+    grace_s: Annotated[float, Field(alias="graceSeconds", ge=0, le=MAX_HAND_OVER_GRACE_S)] = (
+        HAND_OVER_GRACE_S
+    )
+    """How long the end of the present turn is waited for."""
 
 
 class EndSession(_Body):
@@ -131,15 +161,18 @@ def admin_router(
     reading = asyncio.Lock()
     """One manifest is read at a time: threads that compute take turns with the event loop."""
 
-    @router.put("/sessions/{session}")
-    async def open_session(session: SessionName, body: OpenSession) -> dict[str, Any]:
+    async def read(body: OpenSession) -> tuple[DuplexSession, PoolSpec | None]:
         if not is_ready():
             raise ClientError(ErrorCode.NOT_READY)
         async with reading:
             # A text as long as may be takes seconds to read; sessions go on meanwhile.
             manifests = await asyncio.to_thread(load_manifests, body.manifest)
         manifest = manifests.only_session()
-        pool = manifests.pool_of(manifest)
+        return manifest, manifests.pool_of(manifest)
+
+    @router.put("/sessions/{session}")
+    async def open_session(session: SessionName, body: OpenSession) -> dict[str, Any]:
+        manifest, pool = await read(body)
         return session_view(await sessions().open(session, manifest, body.claim(), pool))
 
     @router.get("/sessions")
@@ -159,6 +192,18 @@ def admin_router(
         _ = body
         await sessions().departures.park(session)
         return {"parked": True}
+
+    @router.post("/sessions/{session}/prepare")
+    async def prepare_session(session: SessionName, body: PrepareSession) -> dict[str, Any]:
+        manifest, pool = await read(body)
+        units = await sessions().prepare(session, manifest, body.claim(), pool)
+        return {"prepared": True, "fence": body.fence, "units": units}
+
+    @router.post("/sessions/{session}/hand-over")
+    async def hand_over_session(session: SessionName, body: HandOverSession) -> dict[str, Any]:
+        order = HandOver(body.target, body.fence)
+        await sessions().departures.hand_over(session, order, grace_s=body.grace_s)
+        return {"handedOver": True, "fence": body.fence}
 
     @router.delete("/sessions/{session}")
     async def end_session(session: SessionName, body: EndSession | None = None) -> dict[str, Any]:
@@ -186,7 +231,7 @@ def admin_router(
         return FeedResponse(feed)
 
     _ = (open_session, list_sessions, get_session, park_session, end_session, erase_session)
-    _ = (drain, declare_dead, listen)
+    _ = (prepare_session, hand_over_session, drain, declare_dead, listen)
     return router
 
 

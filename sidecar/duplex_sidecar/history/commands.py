@@ -26,6 +26,7 @@ OWNERS_SCRIPTS = frozenset(
         ScriptName.RENEW,
         ScriptName.RELEASE,
         ScriptName.PARK,
+        ScriptName.HAND_OVER,
         ScriptName.RESPEAK,
         ScriptName.TOKEN,
     }

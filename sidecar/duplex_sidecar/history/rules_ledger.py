@@ -18,7 +18,7 @@ BURST_NS = 150_000_000
 """A script is sent at most twice at once; after that its caller waits for 200 ms."""
 
 _WRITES = frozenset({*OWNERS_SCRIPTS, ScriptName.CREATE, ScriptName.ACQUIRE})
-_GIVES_UP = frozenset({ScriptName.RELEASE, ScriptName.PARK})
+_GIVES_UP = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER})
 _WAITS = frozenset({"WAIT", "WAITAOF"})
 
 

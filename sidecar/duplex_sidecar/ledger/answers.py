@@ -10,6 +10,7 @@ from duplex_sidecar.ledger.errors import (
     LeaseSettling,
     LedgerError,
     LedgerFull,
+    NotOffered,
     ServerFull,
     SessionEnded,
     SessionErased,
@@ -42,6 +43,8 @@ def judge(session: str, reply: Reply) -> Reply:
             raise LeaseSettling(session, int(wait_ms))
         case b"stale", [fence]:
             raise StaleFence(session, f"recorded fence is {fence}")
+        case b"unoffered", [reason]:
+            raise NotOffered(session, reason)
         case b"unknown", _:
             raise SessionUnknown(session, "not in the ledger")
         case b"erased", _:

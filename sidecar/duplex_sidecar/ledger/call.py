@@ -14,6 +14,8 @@ class ScriptName(StrEnum):
     RENEW = "renew"
     RELEASE = "release"
     PARK = "park"
+    OFFER = "offer"
+    HAND_OVER = "hand_over"
     BREAK = "break"
     ACCEPT = "accept"
     COMMIT = "commit"

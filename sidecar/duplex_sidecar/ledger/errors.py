@@ -65,6 +65,11 @@ class StaleFence(LedgerError):
     """The fence asked for is not larger than the recorded one. Final."""
 
 
+class NotOffered(LedgerError):
+    """The session cannot change hands so: the next owner has not offered to take it, or nobody has
+    it who could hand it over."""
+
+
 class HeadMismatch(LedgerError):
     """The chain's head is not the expected one. The owner loads and adopts what the ledger holds;
     a ledger shorter than what was acknowledged is a rewind, never a silent start. seen: the head as

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _NONCE = 1
 """Index among the arguments of every owner's call."""
 _NO_OWNER = (LeaseLost, SessionUnknown, SessionErased, SessionEnded)
-_OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.ERASE})
+_OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER, ScriptName.ERASE})
 
 
 @dataclass

@@ -25,6 +25,7 @@ from duplex_sidecar.ledger.journal import (
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
 from duplex_sidecar.ledger.media import Trim, UnitMedia, pack_blobs
+from duplex_sidecar.ledger.moving import MoveCalls
 from duplex_sidecar.ledger.owners import OwnersCalls
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.server import Durability
@@ -70,6 +71,7 @@ class Ledger:
         self._options = options
         self.reader = LedgerReader(connection)
         self._calls = OwnersCalls(connection, self.reader)
+        self.moves = MoveCalls(self._calls)
 
     @classmethod
     async def connect(cls, url: str, options: LedgerOptions | None = None) -> "Ledger":
@@ -145,15 +147,22 @@ class Ledger:
         return then
 
     async def acquire(
-        self, session: str, replica: str, *, fence: int | None = None, address: str = ""
+        self,
+        session: str,
+        replica: str,
+        *,
+        fence: int | None = None,
+        address: str = "",
+        nonce: str | None = None,
     ) -> Lease:
         """fence: the number an operator issued; None = the recorded one + 1. address: host:port of
-        the owner's door, for those who look for the session. Wakes a parked session.
+        the owner's door, for those who look for the session. nonce: None = a new one; that of an
+        offer says whether the session was handed over. Wakes a parked session.
 
         Raises `LeaseHeld`, `LeaseSettling`, `StaleFence`, `SessionEnded`, `SessionUnknown`,
         `SessionErased`.
         """
-        nonce = secrets.token_hex(16)
+        nonce = nonce or secrets.token_hex(16)
         deadline_ms = self._deadline_ms()
         reply = await self._run(
             session,

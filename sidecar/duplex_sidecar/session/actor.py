@@ -35,15 +35,25 @@ from duplex_sidecar.protocol.events import (
 from duplex_sidecar.session.clients import ClientAttachment, Clients
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
-from duplex_sidecar.session.ending import SHUT_DOWN, Ending, ending_of, parked, wind_up
+from duplex_sidecar.session.ending import (
+    MOVED,
+    SHUT_DOWN,
+    Ending,
+    ending_of,
+    parked,
+    wind_up,
+)
 from duplex_sidecar.session.facts import SessionOver
 from duplex_sidecar.session.greeting import greet
+from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.input import InputDesk
 from duplex_sidecar.session.mailbox import joined
 from duplex_sidecar.session.outbox import Outbox
 from duplex_sidecar.session.parking import Expire, Park, ParkReason, Standing, verdict
+from duplex_sidecar.session.passing_on import PassingOn
 from duplex_sidecar.session.quality import SessionQuality
 from duplex_sidecar.session.unit import BadInput, UnitRunner
+from duplex_sidecar.session.warming import WarmStreams
 
 TICK_S = 0.25
 
@@ -93,7 +103,7 @@ class SessionActor:
         self._conversation = conversation
         self._speech = speech
         self._desk = desk
-        self._runner = runner
+        self.runner = runner
         self._durable = durable
         self._keeper = keeper
         self._ledger = ledger
@@ -108,12 +118,15 @@ class SessionActor:
         self._accepted_sample = 0
         self._asked_to_end: Ending | None = None
         self._park_wishes: dict[ParkReason, float] = {}
+        self._passing_on = PassingOn(durable, keeper)
         self._told_refusing = False
         now = clock_s()
         self._opened_at, self._last_input_at = now - age_s, now
         self.ended = asyncio.Event()
         self.ending: Ending | None = None
         """Once it has ended: how."""
+        self.left_warm: WarmStreams | None = None
+        """Once it was handed over: what stands here still, as does all else of `runner`."""
 
     # --- for doors and the registry ---------------------------------------------------------------
 
@@ -143,7 +156,7 @@ class SessionActor:
     @property
     def retained_row_bytes(self) -> int:
         """Memory of the rows that are kept for slides to come."""
-        return self._runner.retained_row_bytes
+        return self.runner.retained_row_bytes
 
     @property
     def leaving(self) -> bool:
@@ -206,6 +219,17 @@ class SessionActor:
         """Go on after all, unless it is parking already."""
         self._park_wishes.pop(reason, None)
 
+    def wish_to_hand_over(self, order: HandOver, grace_s: float) -> "asyncio.Future[None]":
+        """Hand over at the end of the present turn, or between two units once the grace is over;
+        see `PassingOn.wish`."""
+        outcome = self._passing_on.wish(order, self._clock_s() + grace_s)
+        self._wake.set()
+        return outcome
+
+    def withdraw_hand_over(self, order: HandOver) -> bool:
+        """Go on after all; see `PassingOn.withdraw`."""
+        return self._passing_on.withdraw(order)
+
     def publish(self, event: Event) -> None:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
         if isinstance(event, InputAccepted):
@@ -241,16 +265,21 @@ class SessionActor:
                 self._opened()
             while True:
                 self._look_after_work()
-                if self._asked_to_end is not None:
+                if self._passing_on.granted and self._work is None:
+                    return MOVED
+                if self._asked_to_end is not None and not self._passing_on.granted:
                     return self._asked_to_end
                 if self._keeper.lost_because is not None:
                     raise self._keeper.lost_because
                 self._take_mail()
-                judged = verdict(self.lifecycle, self._park_wishes, self._standing())
-                if isinstance(judged, Expire):
-                    raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
-                if isinstance(judged, Park):
-                    return parked(judged.reason)
+                if self._passing_on.grant(self._standing()):
+                    self._start(self._passing_on.run())
+                if not self._passing_on.granted:
+                    judged = verdict(self.lifecycle, self._park_wishes, self._standing())
+                    if isinstance(judged, Expire):
+                        raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
+                    if isinstance(judged, Park):
+                        return parked(judged.reason)
                 if self._work is None and self._desk.has_unit:
                     self._start(self._run_unit())
                 if self._work is None and self._closing:
@@ -294,13 +323,13 @@ class SessionActor:
         if append is None:
             return
         try:
-            after = await self._runner.run(self._conversation, self._speech, append)
+            after = await self.runner.run(self._conversation, self._speech, append)
         except BadInput as error:
             # Nothing of the append has entered any state. Its sound is good: it goes in without the
             # frames that cannot be decoded.
             self.publish(Failure(error.code, error.detail))
             append = self._desk.without_frames(append)
-            after = await self._runner.run(self._conversation, self._speech, append)
+            after = await self.runner.run(self._conversation, self._speech, append)
         self._conversation, self._speech = after
         if self.phase is Phase.READY:
             self._become(Phase.ACTIVE)
@@ -391,15 +420,21 @@ class SessionActor:
     async def _wind_up(self, ending: Ending) -> Ending:
         self._become(Phase.ENDING)
         try:
+            if ending.moves:
+                self._say_goodbye(ending)  # first: the client goes on elsewhere
+                self.left_warm = await self.runner.part()
+                return ending
             if ending.parks is not None:
                 # A renewal that comes behind the park would be refused and say nothing of worth.
                 await self._keeper.stop()
-            return await wind_up(ending, self._work, self._durable, self._runner)
+            return await wind_up(ending, self._work, self._durable, self.runner)
         finally:
             await self._keeper.stop()
 
     def _say_goodbye(self, ending: Ending) -> None:
-        """Nothing here can fail or wait: whoever waits for the end learns of it."""
+        """Nothing here can fail or wait: whoever waits for the end learns of it. Said once."""
+        if self.ending is not None:
+            return
         self.phase = Phase.ENDED
         self.ending = ending
         self._clients.finish(ending.farewell())

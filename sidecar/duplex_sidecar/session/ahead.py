@@ -71,11 +71,21 @@ def foresee(facts: SessionFacts, after: Conversation) -> Foreseen | None:
     shortest, _ = plan_after(facts, after, UNIT_APPEND_POSITIONS, None)
     if not isinstance(shortest, Rebuild):
         return None
+    return foresee_rebuild(facts, after, None)
+
+
+def foresee_rebuild(
+    facts: SessionFacts, after: Conversation, cause: RebuildCause | None
+) -> Foreseen | None:
+    """The next append's rebuild, whatever it is: the slide that is due, or `cause`. None before the
+    first unit, and where the model has no room for another one."""
+    if after.seq == 0:
+        return None
     start = after.window.open_start
     last = after.window.prompt_tokens - (facts.layout.context_tokens if start is None else start)
     likely = max(UNIT_APPEND_POSITIONS, last + CLOSURE_POSITIONS)
-    rebuild, window = plan_after(facts, after, likely, None)
-    if not isinstance(rebuild, Rebuild):  # a longer append would not fit into the model any more
+    rebuild, window = plan_after(facts, after, likely, cause)
+    if not isinstance(rebuild, Rebuild):  # that append would not fit into the model any more
         return None
     history_tokens = rebuild.replacement_tokens - (likely - CLOSURE_POSITIONS)
     return Foreseen(rebuild, window, history_tokens)
@@ -92,13 +102,22 @@ class RebuildAhead:
         trace: SessionTrace,
         *,
         enabled: bool,
+        taken_up: OpenedAhead | None = None,
     ) -> None:
+        """taken_up: what the stream holds already, where this replica made it ready before the
+        session was its own."""
         self._facts = facts
         self._stream = stream
         self._prompter = prompter
         self._trace = trace
         self._enabled = enabled
         self._opening: asyncio.Task[OpenedAhead | None] | None = None
+        self._taken_up = taken_up
+
+    @property
+    def holds_taken_up(self) -> bool:
+        """Whether the stream still holds what was made ready before the session was taken up."""
+        return self._taken_up is not None
 
     def start(self, after: Conversation) -> None:
         """The unit of `after` is committed: open the next one's stream if it is sure to be needed
@@ -112,11 +131,21 @@ class RebuildAhead:
     async def opened(self) -> OpenedAhead | None:
         """What the session's stream holds if it was opened ahead, None if it is the old one. Waits
         for one under way; each is told once."""
+        taken_up, self._taken_up = self._taken_up, None
+        if taken_up is not None:
+            return taken_up
         opening, self._opening = self._opening, None
         return None if opening is None else await opening
 
+    async def part(self) -> OpenedAhead | None:
+        """The same for a session that stops here now: nothing is waited for."""
+        if self._taken_up is None and self._opening is not None and not self._opening.done():
+            await self.close()
+        return await self.opened()
+
     async def close(self) -> None:
         """Give up one under way; its stream is closed with the session's."""
+        self._taken_up = None
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -125,7 +154,7 @@ class RebuildAhead:
     async def _open(self, after: Conversation, foreseen: Foreseen) -> OpenedAhead | None:
         rebuild = foreseen.rebuild
         try:
-            parts = self._prompter.history(foreseen.window, foreseen.history_tokens)
+            parts = self._prompter.history(foreseen.window, after.seq, foreseen.history_tokens)
             if not self._stream.may_open_beside:
                 return None
             with self._trace.rebuild(

@@ -41,6 +41,7 @@ from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.session.streams import talker_stream, thinker_stream
 from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.unit import UnitRunner
+from duplex_sidecar.session.warming import WarmStreams
 from duplex_sidecar.stages.envelope import Tensor
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import LedgerCall, SegmentReason
@@ -135,9 +136,14 @@ def assemble_new(
 
 
 def assemble_recovered(
-    shared: Assembly, loaded: LoadedSession, decision: Resume, lease: Lease
+    shared: Assembly,
+    loaded: LoadedSession,
+    decision: Resume,
+    lease: Lease,
+    warm: WarmStreams | None = None,
 ) -> SessionActor:
     """The session as its ledger has it; what a lost owner left unfinished runs before anything new.
+    warm: streams that stand here already, at the last committed unit.
 
     A respeak or redo continues the trace of the unit that was lost.
     """
@@ -149,7 +155,9 @@ def assemble_recovered(
     sounded = sounded_of(loaded.marks, speech.turn) if speech.turn_open else NOTHING_SOUNDED
     blob = loaded.reference_rows
     retained = RetainedUnits(decode_reference(blob[0]) if blob else None)
-    parts = _parts(shared, loaded.opening, lease, loaded.head, trace, retained, loaded, sounded)
+    parts = _parts(
+        shared, loaded.opening, lease, loaded.head, trace, retained, loaded, sounded, warm
+    )
     # The journal is the truth about numbers: an event that was journaled is never numbered again.
     speech = structs.replace(speech, last_sequence=loaded.meta.events_last)
     open_unit = (
@@ -157,7 +165,9 @@ def assemble_recovered(
     )
 
     async def recover() -> tuple[Conversation, Speech]:
-        return await _recover(loaded, decision, parts, conversation, speech, open_unit, shared)
+        return await _recover(
+            loaded, decision, parts, conversation, speech, open_unit, shared, warm
+        )
 
     age_s = max(0.0, time.time() - loaded.opening.at_ms / 1000)
     return _actor(
@@ -173,13 +183,15 @@ async def _recover(
     speech: Speech,
     open_unit: OpenUnit | None,
     shared: Assembly,
+    warm: WarmStreams | None,
 ) -> tuple[Conversation, Speech]:
     _retain(loaded, parts.retained, conversation, decision, shared)
     heard, mark = conversation.seq, conversation.encoder_mark_samples
     if open_unit is not None:
         heard, mark = open_unit.append.seq, open_unit.encoder_mark_samples
-    parts.encoder.resume(heard, mark)
-    restoring = asyncio.create_task(parts.encoder.restore())
+    if warm is not None:
+        parts.encoder.adopt(warm.encoder)
+    restoring = asyncio.create_task(parts.encoder.follow(heard, mark))
     try:
         for again in decision.respeak:
             speech = await parts.runner.respeak(conversation, speech, again.unit)
@@ -229,6 +241,7 @@ def _parts(
     retained: RetainedUnits,
     loaded: LoadedSession | None = None,
     sounded: SoundedCodes = NOTHING_SOUNDED,
+    warm: WarmStreams | None = None,
 ) -> _Parts:
     facts = facts_of(opening, shared.model)
     stages = shared.stages_of(facts, lease, shared.stages)
@@ -272,13 +285,14 @@ def _parts(
     thinker = ThinkerDriver(
         facts,
         stages.thinker,
-        thinker_stream(stages, lease.session, lease.fence),
+        warm.thinker if warm else thinker_stream(stages, lease.session, lease.fence),
         Prompter(facts, retained, loads),
         durable,
         trace,
         no_stream_because=_no_stream_because(lease, taken_up=loaded is not None),
         redo_gate=stages.redo_gate,
         rebuild_ahead=shared.rebuild_ahead,
+        taken_up=warm.ahead if warm else None,
     )
     runner = UnitRunner(
         facts,

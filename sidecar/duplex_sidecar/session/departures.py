@@ -8,7 +8,8 @@ from duplex_sidecar.ledger.records import ClosedDraft
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.session.ending import END_TIMEOUT_S
+from duplex_sidecar.session.ending import END_TIMEOUT_S, SHUT_DOWN
+from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.parking import ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PARK_GRACE_S = 2.0
 """How long a park call waits for the end of the present turn."""
+HAND_OVER_GRACE_S = 5.0
+"""The same for a hand-over: the next owner is ready, so the turn may as well end here."""
 PARK_UNIT_S = 3.0
 """How long it waits for the present unit after that, before the session counts as busy."""
 
@@ -68,6 +71,49 @@ class Departures:
         assert ending is not None  # its task is over
         if ending.parks is None:
             raise ClientError(ending.code, ending.detail)
+
+    async def hand_over(
+        self,
+        session: str,
+        order: HandOver,
+        *,
+        grace_s: float = HAND_OVER_GRACE_S,
+        unit_s: float = PARK_UNIT_S,
+    ) -> None:
+        """Returns when the lease is the other replica's; also when it was before. The other one has
+        to be prepared.
+
+        Raises PlacementRefused NOT_PREPARED, STALE_FENCE, and SESSION_BUSY when a unit does not end
+        in time or the session is about to go elsewhere (it goes on here in all of these),
+        ClientError when it does not run here, parks or ends meanwhile.
+        """
+        entry = self._roster.live.get(session)
+        if entry is None or entry.actor.leaving:
+            await self._require_handed_over(session, order)
+            return
+        outcome: asyncio.Future[None] | None = None
+        for patience_s, wait_s in ((grace_s, grace_s), (0.0, unit_s)):
+            outcome = entry.actor.wish_to_hand_over(order, patience_s)
+            await asyncio.wait(
+                {outcome, entry.task}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if outcome.done() or entry.task.done():
+                break
+        assert outcome is not None
+        waits = not (outcome.done() or entry.actor.leaving)
+        if waits and entry.actor.withdraw_hand_over(order):
+            raise PlacementRefused(Refusal.SESSION_BUSY, "a unit is under way for too long")
+        await asyncio.wait({outcome, entry.task}, return_when=asyncio.FIRST_COMPLETED)
+        if not outcome.done():
+            ending = entry.actor.ending or SHUT_DOWN
+            raise ClientError(ending.code, ending.detail)
+        outcome.result()
+
+    async def _require_handed_over(self, session: str, order: HandOver) -> None:
+        with typed_refusals():
+            meta = await self._ledger.reader.meta(session)
+        if meta is None or (meta.replica, meta.fence) != (order.replica, order.fence):
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND, "the session does not run here")
 
     async def _require_parked(self, session: str) -> None:
         with typed_refusals():

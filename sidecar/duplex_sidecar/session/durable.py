@@ -136,6 +136,15 @@ class DurableSession:
         lease, head = self._keeper.lease, self._head
         await self._timed(LedgerCall.PARK, lambda: self._ledger.park(lease, head, reason))
 
+    async def hand_over(self, replica: str, fence: int) -> None:
+        """That replica goes on, from now: its offer under `fence` becomes the lease. Raises
+        NotOffered and StaleFence (nothing has changed), HeadMismatch as `park`."""
+        lease, head = self._keeper.lease, self._head
+        await self._timed(
+            LedgerCall.HAND_OVER,
+            lambda: self._ledger.moves.hand_over(lease, head, replica=replica, fence=fence),
+        )
+
     async def _close_chain(self, reason: str) -> None:
         if self._head.open_seq is None:
             await self._note(ClosedDraft(seq=self._head.committed_seq, reason=reason))

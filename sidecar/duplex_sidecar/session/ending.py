@@ -36,13 +36,15 @@ _QUIET = (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST, ErrorCode.PARKED)
 @dataclass(frozen=True)
 class Ending:
     """Why it is over here. for_good: the ledger is to say so, no replica goes on with it. parks:
-    it is to wait in the ledger. reason: a short word for ledger and feed, the code where none is
-    given. counts: nobody knows why; it is for good where it happens again before the next unit."""
+    it is to wait in the ledger. moves: the lease is another replica's already. reason: a short word
+    for ledger and feed, the code where none is given. counts: nobody knows why; it is for good
+    where it happens again before the next unit."""
 
     code: ErrorCode
     detail: str
     for_good: bool = False
     parks: ParkReason | None = None
+    moves: bool = False
     reason: str = ""
     counts: bool = False
 
@@ -56,6 +58,9 @@ class Ending:
         return [closed] if self.code in _QUIET else [Failure(self.code, self.detail), closed]
 
 
+MOVED = Ending(
+    ErrorCode.LEASE_LOST, "the session moves to another replica", moves=True, reason="handed_over"
+)
 SHUT_DOWN = Ending(ErrorCode.LEASE_LOST, "the replica is shutting down")
 
 

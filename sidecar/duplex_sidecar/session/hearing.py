@@ -48,11 +48,38 @@ class EncoderDriver:
         self._mark_samples = 0
         self._through = 0
 
-    def resume(self, through: int, mark_samples: int) -> None:
+    def _resume(self, through: int, mark_samples: int) -> None:
         """The state to restore before the next feed: all units up to `through` were heard."""
         self._generation = 0
         self._through = through
         self._mark_samples = mark_samples
+
+    def adopt(self, other: "EncoderDriver") -> None:
+        """Go on with what another driver of the same session has made the stage hold."""
+        self._generation, self._opened = other._generation, other._opened
+        self._through, self._mark_samples = other._through, other._mark_samples
+
+    async def follow(self, through: int, mark_samples: int) -> None:
+        """Bring the state to where it is after unit `through`, which another replica encoded: the
+        units since the last call are heard and their rows dropped. mark_samples: as recorded with
+        that unit. Raises StageError, after which the state is restored as a whole."""
+        first = self._through + 1
+        known = self._generation and self._generation == self._stage.generation
+        if not known or through < self._through:
+            self._resume(through, mark_samples)
+            await self._restore_if_lost()
+        elif first <= through:
+            pieces = await self._pcm_of_units(first, through)
+            if not all(pieces):  # too far behind: they are trimmed already
+                self._resume(through, mark_samples)
+                await self._restore_if_lost()
+                return
+            try:
+                await self._stage.feed(self._replay(through, b"".join(pieces)))
+            except BaseException:
+                self._resume(through, mark_samples)
+                raise
+            self._through, self._mark_samples = through, mark_samples
 
     async def feed(self, append: Append) -> EncoderRows:
         """Rows of the next append. Waits for a restarting encoder and restores the session's state
@@ -90,21 +117,20 @@ class EncoderDriver:
         if self._through:
             first = first_unit_needed(self._mark_samples)
             pcm = b"".join(await self._pcm_of_units(first, self._through))
-            await self._stage.feed(
-                EncoderFeed(
-                    session=self._session,
-                    unit=self._through,
-                    pcm_s16le=cut_at_mark(pcm, self._mark_samples),
-                    frames=(),
-                    high_resolution=False,
-                    discard=True,
-                )
-            )
+            heard = cut_at_mark(pcm, self._mark_samples)
+            await self._stage.feed(self._replay(self._through, heard))
         self._generation = generation
 
-    async def restore(self) -> None:
-        """Bring the state back now instead of with the next append (after a recovery)."""
-        await self._restore_if_lost()
+    def _replay(self, unit: int, pcm: bytes) -> EncoderFeed:
+        """What only changes the state; of its rows nobody hears."""
+        return EncoderFeed(
+            session=self._session,
+            unit=unit,
+            pcm_s16le=pcm,
+            frames=(),
+            high_resolution=False,
+            discard=True,
+        )
 
     async def close(self) -> None:
         """Let the stage forget the session, also when its state was not restored. Raises

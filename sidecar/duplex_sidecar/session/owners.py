@@ -1,10 +1,12 @@
 """Taking the lease of a session: waiting for a lost owner, or breaking the lease of a dead one."""
 
 import asyncio
+import secrets
 from collections import OrderedDict
 
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
 from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.moving import Offer
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.telemetry.metrics import Metrics
@@ -44,6 +46,24 @@ class Owners:
         self.replica = replica
         self._address = address
         self.dead = DeadReplicas()
+
+    async def adopt(self, offer: Offer) -> Lease:
+        """The lease that was handed over to this replica's offer. Raises what the ledger refuses
+        where it was not, or is somebody else's by now."""
+        with self.metrics.timed_ledger_call(LedgerCall.ACQUIRE):
+            lease = await self._ledger.acquire(
+                offer.session,
+                offer.replica,
+                fence=offer.fence,
+                address=offer.address,
+                nonce=offer.nonce,
+            )
+        with self.metrics.timed_ledger_call(LedgerCall.RENEW):
+            return await self._ledger.renew(lease)
+
+    def offer(self, session: str, fence: int) -> Offer:
+        """A new one of this replica's."""
+        return Offer(session, self.replica, fence, secrets.token_hex(16), self._address)
 
     async def acquire(
         self, session: str, fence: int | None = None, *, timeout_s: float = ACQUIRE_TIMEOUT_S

@@ -56,6 +56,13 @@ def plan_after(
     )
 
 
+def history_seqs(facts: SessionFacts, window: WindowState, through: int) -> list[int]:
+    """Which units a prompt renders, the newest of them `through`."""
+    if facts.policy.mode is WindowMode.OFF:
+        return list(range(1, through + 1))
+    return [unit.seq for unit in window.units]
+
+
 def unit_input(append: Append) -> UnitInput:
     return UnitInput(seq=append.seq, chunks=append.chunks, blocks=append.reservation.blocks)
 
@@ -86,13 +93,15 @@ class Prompter:
         )
         return self._retained.resolve(parts)
 
-    def history(self, window: WindowState, expected_tokens: int) -> tuple[ThinkerPart, ...]:
-        """Context and closed units alone, for a stream that is opened before its next append; from
-        memory, as only a slide is foreseen. Raises RenderError, RowsMissing."""
+    def history(
+        self, window: WindowState, through: int, expected_tokens: int
+    ) -> tuple[ThinkerPart, ...]:
+        """Context and closed units up to `through` alone, for a stream that is opened before its
+        next append; from memory. Raises RenderError, RowsMissing."""
         parts = history_parts(
             self._facts.prompt,
             window.previous_ids,
-            self._retained.history(unit.seq for unit in window.units),
+            self._retained.history(history_seqs(self._facts, window, through)),
             self._facts.layout_ids,
             MEDIA_LENGTHS,
         )
@@ -105,10 +114,7 @@ class Prompter:
         """The prompt of a fresh stream whose last append is `pending`; `window` is the state after
         that append's admission. Raises RenderError, RowsMissing, LedgerError."""
         source = self._retained
-        seqs: Iterable[int] = (unit.seq for unit in window.units)
-        if self._facts.policy.mode is WindowMode.OFF:
-            seqs = range(1, pending.seq)
-        wanted = list(seqs)
+        wanted = history_seqs(self._facts, window, pending.seq - 1)
         if not source.holds(wanted):
             source = self._with_ledger(wanted, await self._load(), pending.seq)
         parts = render_prompt(

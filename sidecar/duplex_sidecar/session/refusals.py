@@ -20,6 +20,7 @@ from duplex_sidecar.ledger.errors import (
     LedgerFull,
     LedgerRegressed,
     LedgerUnavailable,
+    NotOffered,
     SessionEnded,
     SessionErased,
     SessionUnknown,
@@ -36,6 +37,7 @@ class Refusal(StrEnum):
     MANIFEST_CONFLICT = "manifest_conflict"
     DRAINING = "draining"
     SESSION_BUSY = "session_busy"
+    NOT_PREPARED = "not_prepared"
 
 
 _CLIENT_CODES = {
@@ -44,6 +46,7 @@ _CLIENT_CODES = {
     Refusal.MANIFEST_CONFLICT: ErrorCode.IMMUTABLE_SETTING,
     Refusal.DRAINING: ErrorCode.NOT_READY,
     Refusal.SESSION_BUSY: ErrorCode.NOT_READY,
+    Refusal.NOT_PREPARED: ErrorCode.NOT_READY,
 }
 
 
@@ -68,6 +71,8 @@ def typed_refusals() -> Generator[None]:
         raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
     except StaleFence as error:
         raise PlacementRefused(Refusal.STALE_FENCE, error.reason) from None
+    except NotOffered as error:
+        raise PlacementRefused(Refusal.NOT_PREPARED, error.reason) from None
     except (LeaseHeld, LeaseSettling) as error:
         raise ClientError(ErrorCode.NOT_READY, error.reason) from None
     except (LeaseLost, HeadMismatch, JournalMismatch, LedgerRegressed) as error:

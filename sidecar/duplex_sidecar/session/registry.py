@@ -31,6 +31,7 @@ from duplex_sidecar.session.departures import Departures
 from duplex_sidecar.session.ending import SHUT_DOWN
 from duplex_sidecar.session.opening import (
     differs_from,
+    facts_of,
     opening_of,
     require_served,
 )
@@ -38,9 +39,13 @@ from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.reference import reference_rows
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
 from duplex_sidecar.session.roster import Live, Roster
-from duplex_sidecar.session.rows import encode_rows
+from duplex_sidecar.session.rows import RowsMissing, encode_rows
+from duplex_sidecar.session.standing_by import Prepared, StandingBy
 from duplex_sidecar.session.turnstile import Turnstile
+from duplex_sidecar.session.warming import Warmer
+from duplex_sidecar.stages.errors import StageError
 from duplex_sidecar.telemetry.logs import log_context
+from duplex_sidecar.window.render import RenderError
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +82,7 @@ class SessionRegistry:
         self._turnstile = Turnstile()
         self._closed = False
         self.roster = roster
+        self._standing_by = StandingBy(ledger, roster, self._take_over)
         self.departures = Departures(roster, ledger, self._owners, self._turnstile)
 
     @property
@@ -124,6 +130,80 @@ class SessionRegistry:
                 actor = await self._take_up(session, claim, manifest.spec)
                 actor.lifecycle = resolved.lifecycle
                 return actor
+
+    async def prepare(
+        self, session: str, manifest: DuplexSession, claim: Claim, pool: PoolSpec | None = None
+    ) -> int:
+        """Make ready for a session that another replica runs and is to hand over under the claim's
+        fence; this one takes it up when the lease is its own. Idempotent. Returns the newest unit
+        that is in its streams. Raises as `open` does, PlacementRefused NOT_PREPARED where nobody
+        runs it who could hand it over."""
+        assert claim.fence is not None
+        if (complaint := name_complaint(session)) is not None:
+            raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
+        self._require_open()
+        async with self._turnstile.only_caller(session):
+            resolved = self._resolved(manifest, pool)
+            entry = await self._staying(session)
+            if entry is not None and entry.actor.lease.fence == claim.fence:
+                return entry.actor.conversation.seq  # it has come
+            if entry is not None:
+                raise PlacementRefused(Refusal.STALE_FENCE, "it runs here")
+            self._require_placeable()
+            known = self._standing_by.prepared(session)
+            if known is None or known.offer.fence != claim.fence:
+                await self._standing_by.drop(session)
+                return await self._prepare(session, manifest.spec, resolved, claim, claim.fence)
+            with typed_refusals():
+                await self._ledger.moves.offer(known.offer)
+            self._standing_by.expect(session, known)
+            return known.warmer.seq
+
+    async def _prepare(
+        self,
+        session: str,
+        spec: SessionSpec,
+        resolved: ResolvedSession,
+        claim: Claim,
+        fence: int,
+    ) -> int:
+        offer = self._owners.offer(session, fence)
+        with self.roster.slot(session), typed_refusals():
+            await self._ledger.moves.offer(offer)
+            loaded = await self._ledger.load(session)
+            decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
+            if isinstance(decision, Refuse):
+                raise ClientError(_client_code(decision), decision.reason)
+            facts = facts_of(loaded.opening, self._assembly.model)
+            warmer = Warmer(facts, self._assembly.stages, fence)
+            prepared = Prepared(offer, claim.token_sha256, spec, resolved.lifecycle, warmer)
+            try:
+                await warmer.follow(loaded)
+            except BaseException as error:
+                self._standing_by.give_up(prepared)
+                if isinstance(error, (StageError, RenderError, RowsMissing)):
+                    raise ClientError(ErrorCode.NOT_READY, str(error)) from error
+                raise
+            self._standing_by.expect(session, prepared)
+            return warmer.seq
+
+    async def _take_over(self, session: str) -> None:
+        """Of a session that was handed to this replica, unless somebody asked for it first."""
+        async with self._turnstile.only_caller(session):
+            prepared = self._standing_by.prepared(session)
+            if prepared is None or self._closed or session in self.roster.live:
+                return
+            try:
+                with self.roster.slot(session), typed_refusals():
+                    await self._take_handed(session, prepared)
+            except ClientError as refused:
+                log.warning("session is not taken over: %s", refused.code)
+
+    async def _take_handed(self, session: str, prepared: Prepared) -> SessionActor:
+        claim = Claim(prepared.token_sha256, prepared.offer.fence)
+        actor = await self._take_up(session, claim, prepared.spec)
+        actor.lifecycle = prepared.lifecycle
+        return actor
 
     def _require_same_terms(
         self, entry: Live, spec: SessionSpec, resolved: ResolvedSession
@@ -201,6 +281,11 @@ class SessionRegistry:
                 return entry.actor.attach(last_sequence)
             with typed_refusals():
                 meta = await self._require_token(session, digest)
+                prepared = self._standing_by.prepared(session)
+                if prepared is not None and meta.nonce == prepared.offer.nonce:
+                    with self.roster.slot(session):
+                        actor = await self._take_handed(session, prepared)
+                    return actor.attach(last_sequence)
                 self._require_at_home(meta)
                 with self.roster.slot(session):
                     actor = await self._take_up(session, Claim(meta.token_sha256), None)
@@ -233,7 +318,7 @@ class SessionRegistry:
 
     async def _take_up(self, session: str, claim: Claim, spec: SessionSpec | None) -> SessionActor:
         """Take a session over from the ledger, parked or left behind."""
-        lease = await self._owners.acquire(session, claim.fence)
+        lease = await self._lease(session, claim)
         try:
             loaded = await self._ledger.load(session)
         except (LedgerCorrupt, SchemaTooNew):
@@ -245,9 +330,19 @@ class SessionRegistry:
             await self._refuse(lease, decision)
         if claim.fence is not None and claim.token_sha256 != loaded.meta.token_sha256:
             await self._change_token(lease, claim.token_sha256)
-        actor = assemble_recovered(self._assembly, loaded, decision, lease)
+        warm = await self._standing_by.take(session, loaded)
+        actor = assemble_recovered(self._assembly, loaded, decision, lease, warm)
         valid = loaded.meta.token_sha256 if claim.fence is None else claim.token_sha256
         return self._start(session, actor, valid, spec or loaded.opening)
+
+    async def _lease(self, session: str, claim: Claim) -> Lease:
+        """By a hand-over to this replica if there was one, else as anybody gets it."""
+        prepared = self._standing_by.prepared(session)
+        if prepared is not None and (claim.fence or 0) <= prepared.offer.fence:
+            meta = await self._ledger.reader.meta(session)
+            if meta is not None and meta.nonce == prepared.offer.nonce:
+                return await self._owners.adopt(prepared.offer)
+        return await self._owners.acquire(session, claim.fence)
 
     async def _change_token(self, lease: Lease, token_sha256: str) -> None:
         """The operator gave the session another token."""
@@ -259,10 +354,7 @@ class SessionRegistry:
         log.error("session refused: %s: %s", refusal.code, refusal.reason)
         ended = refusal.code is RefusalCode.UNIT_FAILED
         await self._ledger.release(lease, ended=refusal.code if ended else None)
-        code = ErrorCode.UNIT_FAILED if ended else ErrorCode.LEDGER_CORRUPT
-        if refusal.code is RefusalCode.ENDED:
-            code = ErrorCode.SESSION_ENDED
-        raise ClientError(code, refusal.reason)
+        raise ClientError(_client_code(refusal), refusal.reason)
 
     # --- leaving ----------------------------------------------------------------------------------
 
@@ -275,6 +367,7 @@ class SessionRegistry:
         more."""
         self._closed = True
         await self.departures.let_go_of_all()
+        await self._standing_by.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -287,6 +380,13 @@ class SessionRegistry:
     ) -> SessionActor:
         def forget(_: asyncio.Task[None]) -> None:
             ending = actor.ending or SHUT_DOWN
+            if actor.left_warm is not None:
+                self._standing_by.keep(
+                    session,
+                    actor.conversation.seq,
+                    actor.runner,
+                    actor.left_warm,
+                )
             self.roster.leave(session, ending)
             self._assembly.metrics.sessions_live(len(self.roster.live))
             fields = {"reason": ending.word, "units": actor.conversation.seq}
@@ -321,6 +421,16 @@ class SessionRegistry:
     def _require_placeable(self) -> None:
         if self.departures.draining:
             raise PlacementRefused(Refusal.DRAINING, "the replica is being emptied")
+
+
+def _client_code(refusal: Refuse) -> ErrorCode:
+    match refusal.code:
+        case RefusalCode.UNIT_FAILED:
+            return ErrorCode.UNIT_FAILED
+        case RefusalCode.ENDED:
+            return ErrorCode.SESSION_ENDED
+        case _:
+            return ErrorCode.LEDGER_CORRUPT
 
 
 def first_difference(one: SessionSpec, other: SessionSpec) -> str | None:

@@ -52,20 +52,22 @@ class Roster:
         """How sessions ended here, the newest last; bounded."""
         self._departures = 0
         self._opening: set[str] = set()
+        self._held: set[str] = set()
         self._watchers: set[asyncio.Event] = set()
 
     def ids(self) -> set[str]:
-        """Sessions that hold a slot, those being opened included."""
-        return {*self.live, *self._opening}
+        """Sessions that hold a slot, those being opened included, and those of which streams stand
+        here while another replica runs them."""
+        return {*self.live, *self._opening, *self._held}
 
     @property
     def free_slots(self) -> int:
-        return self.slots - len(self.live) - len(self._opening)
+        return self.slots - len(self.ids())
 
     @contextmanager
     def slot(self, session: str) -> Generator[None]:
-        """A slot counts as taken while a session is being opened."""
-        if self.free_slots < 1:
+        """A slot counts as taken while a session is being opened. One that is held is its own."""
+        if session not in self._held and self.free_slots < 1:
             raise PlacementRefused(
                 Refusal.NO_SLOT, f"all {self.slots} slots of this replica are taken"
             )
@@ -75,6 +77,14 @@ class Roster:
         finally:
             self._opening.discard(session)
             self.changed()
+
+    def hold(self, session: str) -> None:
+        """It keeps the slot that it has."""
+        self._held.add(session)
+
+    def let_go(self, session: str) -> None:
+        self._held.discard(session)
+        self.changed()
 
     def enter(self, session: str, live: Live) -> None:
         self.departed.pop(session, None)

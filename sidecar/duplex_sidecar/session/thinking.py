@@ -12,7 +12,7 @@ from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
 from duplex_sidecar.model.minicpmo45.constants import CLOSURE_POSITIONS
 from duplex_sidecar.model.minicpmo45.decode import UnitRules, answer_facts, encode_rules
 from duplex_sidecar.protocol.errors import ErrorCode
-from duplex_sidecar.session.ahead import RebuildAhead
+from duplex_sidecar.session.ahead import OpenedAhead, RebuildAhead
 from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionFacts, SessionOver
@@ -54,23 +54,26 @@ class ThinkerDriver:
         redo_gate: asyncio.Lock,
         no_stream_because: RebuildCause,
         rebuild_ahead: bool,
+        taken_up: OpenedAhead | None = None,
     ) -> None:
         """redo_gate: see `StageSet`. no_stream_because: why a first stream beyond unit 1 comes from
         a rebuild. rebuild_ahead: open the stream of a slide that is sure to come before its append
-        does."""
+        does. taken_up: what the stream holds already, see `RebuildAhead`."""
         self._facts = facts
         self._stage = stage
         self._stream = stream
         self._prompter = prompter
         self._durable = durable
         self._trace = trace
-        self._ahead = RebuildAhead(facts, stream, prompter, trace, enabled=rebuild_ahead)
+        self._ahead = RebuildAhead(
+            facts, stream, prompter, trace, enabled=rebuild_ahead, taken_up=taken_up
+        )
         self._redo_gate = redo_gate
         self._no_stream_because = no_stream_because
 
     def plan(self, before: Conversation, append: Append) -> Planned:
         """How the append is to reach the Thinker. Raises SessionOver when it does not fit."""
-        lost = append.seq > 1 and not self._stream.live
+        lost = append.seq > 1 and (not self._stream.live or self._ahead.holds_taken_up)
         cause = self._no_stream_because if lost else None
         plan, window = plan_append(self._facts, before, append, cause)
         if isinstance(plan, Overflow):
@@ -140,6 +143,7 @@ class ThinkerDriver:
             forced_ids=token_ids,
         )
         window = after.window
+        await self._ahead.close()  # what the stream may hold ends one unit too far for this
         while True:
             rebuild = Rebuild(
                 self._no_stream_because, 0, 0, None, window.previous_ids, window.prompt_tokens
@@ -183,6 +187,11 @@ class ThinkerDriver:
                 ErrorCode.UNIT_FAILED, f"unit {seq} could not be spoken in {MAX_ATTEMPTS} attempts"
             )
 
+    async def part(self) -> tuple[ThinkerStream, OpenedAhead | None]:
+        """The stream, for whoever takes the session up here again, and what it holds: None where it
+        has answered the newest unit itself. This driver is not used any more."""
+        return self._stream, await self._ahead.part()
+
     async def close(self) -> None:
         await self._ahead.close()
         await self._stream.close()
@@ -200,10 +209,12 @@ class ThinkerDriver:
         ahead = await self._ahead.opened()
         if ahead is not None and self._stream.live and ahead.foreseen.fits(planned):
             watch.rebuilt_ahead((time.perf_counter() - waits_since) * 1000, ahead.elapsed_ms)
-            watch.metrics.rebuild(TracedCause.SLIDE, ahead.elapsed_ms)
+            watch.metrics.rebuild(TracedCause(ahead.foreseen.rebuild.cause), ahead.elapsed_ms)
             parts = self._prompter.extension(append, None, slots - CLOSURE_POSITIONS)
             position = ahead.foreseen.history_tokens
-            return await self._stream.extend(append.seq, position, parts, encode_rules(rules))
+            answer = await self._stream.extend(append.seq, position, parts, encode_rules(rules))
+            self._no_stream_because = RebuildCause.ENGINE_RESTART
+            return answer
         if ahead is None and isinstance(plan, Extend) and self._stream.live:
             parts = self._prompter.extension(append, before.completed, slots)
             return await self._stream.extend(

@@ -51,6 +51,7 @@ from duplex_sidecar.session.rows import (
 )
 from duplex_sidecar.session.speaking import Speaker
 from duplex_sidecar.session.thinking import ThinkerDriver
+from duplex_sidecar.session.warming import WarmStreams
 from duplex_sidecar.session.watching import UNIT_MS, UnitWatch
 from duplex_sidecar.stages.errors import StageError, StageFault
 from duplex_sidecar.telemetry.logs import log_context
@@ -168,6 +169,16 @@ class UnitRunner:
             speech = await self._speak(after, speech, answered, watch)
             self._retain(after)
             return speech
+
+    async def part(self) -> WarmStreams:
+        """What another runner of this session can go on with here. Of this one only `close_voice`
+        or `close` is called from now on."""
+        stream, ahead = await self._thinker.part()
+        return WarmStreams(self._encoder, stream, ahead)
+
+    async def close_voice(self) -> None:
+        """End the streams of Talker and Code2Wav alone."""
+        await self._speaker.close()
 
     async def close(self) -> None:
         """End all streams of the session."""

@@ -128,6 +128,7 @@ class LedgerCall(StrEnum):
     JOURNAL = "journal"
     NOTE = "note"
     PARK = "park"
+    HAND_OVER = "hand_over"
     ERASE = "erase"
 
 

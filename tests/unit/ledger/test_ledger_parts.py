@@ -154,7 +154,9 @@ def test_unsuitable_servers_are_refused(server: dict[str, str], policy: str) -> 
         check_server(server, {"maxmemory_policy": policy})
 
 
-LEASE_SCRIPTS = {"acquire", "renew", "release", "park", "break", "erase", "note"}
+LEASE_SCRIPTS = {
+    *("acquire", "renew", "release", "park", "offer", "hand_over", "break", "erase", "note"),
+}
 
 
 def test_scripts_keep_their_flags_first_and_share_the_prelude() -> None:

@@ -85,9 +85,9 @@ async def test_a_successor_restores_at_once_and_goes_on() -> None:
         for append, rows in zip(appends()[:through], calm, strict=False):
             recorded.hear(append, rows)
         driver = EncoderDriver(encoder, "s", recorded)
-        driver.resume(through, calm[through - 1].reset_mark_samples if through else 0)
-        await driver.restore()
-        await driver.restore()
+        mark_samples = calm[through - 1].reset_mark_samples if through else 0
+        await driver.follow(through, mark_samples)
+        await driver.follow(through, mark_samples)
         assert len(recorded.asked) == (1 if through else 0), "restored once"
         for append in appends()[through:]:
             assert await driver.feed(append) == calm[append.seq - 1]
@@ -99,10 +99,9 @@ async def test_a_restore_that_fails_is_done_again_by_the_next_feed() -> None:
     for append, rows in zip(appends()[:9], calm, strict=False):
         recorded.hear(append, rows)
     driver = EncoderDriver(encoder, "s", recorded)
-    driver.resume(9, calm[8].reset_mark_samples)
     encoder.fail(9, StageFault.TIMEOUT, after=True)
     with pytest.raises(StageError):
-        await driver.restore()
+        await driver.follow(9, calm[8].reset_mark_samples)
     assert await driver.feed(appends()[9]) == calm[9]
 
 
@@ -127,15 +126,47 @@ async def test_three_losses_of_one_second_are_too_many() -> None:
     assert error.value.fault is StageFault.GONE
 
 
+async def test_a_driver_that_follows_unit_by_unit_hears_nothing_twice() -> None:
+    """What another replica encodes is heard here as well, in steps of any size; the state that
+    comes of it is adopted by the one who takes the session up."""
+    encoder, recorded, calm = FakeEncoder(), Recorded(), await whole_way()
+    recorded.pcm = {append.seq: append.pcm_s16le for append in appends()}
+    behind = EncoderDriver(encoder, "s", recorded)
+    for through in (1, 2, 5, 12):
+        await behind.follow(through, calm[through - 1].reset_mark_samples)
+    assert recorded.asked == [(1, 1), (2, 2), (3, 5), (6, 12)]
+    encoder.fail(14, StageFault.TIMEOUT, after=True)
+    with pytest.raises(StageError):
+        await behind.follow(14, calm[13].reset_mark_samples)
+    await behind.follow(15, calm[14].reset_mark_samples)
+    ahead = EncoderDriver(encoder, "s", recorded)
+    ahead.adopt(behind)
+    asked = len(recorded.asked)
+    await ahead.follow(15, calm[14].reset_mark_samples)
+    for append in appends()[15:]:
+        assert await ahead.feed(append) == calm[append.seq - 1]
+    assert len(recorded.asked) == asked
+
+
+async def test_a_driver_that_is_too_far_behind_begins_anew() -> None:
+    recorded, calm = Recorded(), await whole_way()
+    recorded.pcm = {append.seq: append.pcm_s16le for append in appends()}
+    driver = EncoderDriver(FakeEncoder(), "s", recorded)
+    await driver.follow(2, calm[1].reset_mark_samples)
+    recorded.pcm[3] = b""  # trimmed
+    await driver.follow(16, calm[15].reset_mark_samples)
+    for append in appends()[16:]:
+        assert await driver.feed(append) == calm[append.seq - 1]
+
+
 async def test_close_lets_go_whatever_was_restored() -> None:
     encoder, recorded = FakeEncoder(), Recorded()
     driver = EncoderDriver(encoder, "s", recorded)
     await driver.close()
     assert encoder.calls == 0
-    driver.resume(1, 0)
     recorded.pcm[1] = b"odd"
     with pytest.raises(StageError):
-        await driver.restore()
+        await driver.follow(1, 0)
     assert list(encoder.sessions) == ["s"]
     await driver.close()
     assert not encoder.sessions
