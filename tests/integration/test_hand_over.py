@@ -4,6 +4,7 @@ ready before it owns anything; and whatever comes at the wrong moment."""
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
 from duplex_sidecar.session import standing_by
+from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
+from duplex_sidecar.stages.envelope import EncoderClose
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
+    MODEL,
     MODES,
     VOICE,
     Caller,
@@ -30,6 +34,7 @@ from session_kit import (
     claim,
     eventually,
     frames_of,
+    png,
     replica,
     tokens,
     undisturbed,
@@ -286,6 +291,75 @@ async def test_a_rebuild_ahead_is_under_way_in_the_old_one(
     check_events(caller)
     assert await tokens(there.ledger, "ahead") == calm
     await eventually(lambda: here.stages.held() == [])
+
+
+async def test_streams_that_are_just_being_closed_take_no_new_ones_with_them(
+    here: Replica, there: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoder and vocoder know a session by its name: it comes back while what was kept of it
+    goes."""
+    terms = Terms("context")
+    closing, go, closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    caller = await called(here, "returns", terms, 4)
+    await prepare(there, "returns", terms, 2)
+    await hand_over(here, there, "returns", 2)
+    await until_moved(caller)
+    close = here.stages.encoder.close
+
+    async def slowly(request: EncoderClose) -> None:
+        closing.set()
+        await go.wait()
+        await close(request)
+        closed.set()
+
+    monkeypatch.setattr(here.stages.encoder, "close", slowly)
+    await caller.dial(there)
+    await caller.talk(5)
+    await closing.wait()
+    back = asyncio.create_task(prepare(here, "returns", terms, 3))
+    await asyncio.wait({back}, timeout=0.2)
+    go.set()
+    await closed.wait()
+    await back
+    assert "returns" in here.stages.encoder.sessions
+    await hand_over(there, here, "returns", 3)
+    await until_moved(caller)
+    await caller.dial(here)
+    await caller.talk(8)
+    check_events(caller)
+
+
+async def test_no_room_for_a_unit_like_the_last_one(valkey: EmbeddedValkey) -> None:
+    """What the target would open ahead does not fit, what comes then does: the target must not go
+    on from a stream that it had filled before."""
+    session = "no-room"
+    terms = Terms("off", camera=True, basic_high=200, basic_low=100, high_resolution=False)
+
+    def frames(second: int) -> tuple[bytes, ...]:
+        return (png(8, 1), png(8, 2)) if second == 5 else ()
+
+    calm, _ = await undisturbed(valkey.url, "calm-no-room", terms, 9, frames=frames)
+    async with replica(valkey.url, "large") as large:
+        loaded = await large.ledger.load("calm-no-room")
+    model = replace(MODEL, max_model_tokens=decode_conversation(loaded.state).window.prompt_tokens)
+    async with (
+        replica(valkey.url, "small", model=model) as here,
+        replica(valkey.url, "too-small", model=model) as there,
+    ):
+        await here.open(session, terms)
+        caller = Caller(session, frames=frames)
+        await caller.dial(here)
+        await caller.talk(4)
+        assert await prepare(there, session, terms, 2) == 4
+        await caller.talk(5)
+        ready = there.registry._standing_by.prepared(session)
+        await eventually(lambda: ready is not None and ready.warmer.seq == 5)
+        await hand_over(here, there, session, 2)
+        await until_moved(caller)
+        await caller.dial(there)
+        await caller.talk(8)
+        check_events(caller)
+        assert await tokens(there.ledger, session) == calm[:8]
 
 
 # --- at the wrong moment --------------------------------------------------------------------------

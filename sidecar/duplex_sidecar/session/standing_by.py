@@ -95,7 +95,9 @@ class StandingBy:
         self._roster = roster
         self._take_over = take_over
         self._sessions: dict[str, Prepared | Kept] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Future[None]] = {}
+        """Of sessions whose streams are just being closed: the newest ones, by session."""
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def prepared(self, session: str) -> Prepared | None:
         found = self._sessions.get(session)
@@ -115,6 +117,7 @@ class StandingBy:
     async def take(self, session: str, loaded: LoadedSession) -> WarmStreams | None:
         """What a session that this replica has taken up goes on with; afterwards nothing of it
         stands by any more. Never raises for what cannot be used."""
+        await self._ended(session)
         found = self._sessions.get(session)
         if found is None:
             return None
@@ -124,22 +127,24 @@ class StandingBy:
         except TimeoutError:
             streams = None
         except BaseException:
-            self._spawn(_close(found))
+            self._close_soon(session, _close(found))
             raise
         if streams is None:
-            await _close(found)
+            self._close_soon(session, _close(found))
+            await self._ended(session)
         return streams
 
     async def drop(self, session: str) -> None:
-        """It is not waited for, or kept, any more."""
+        """It is not waited for, or kept, any more; nothing of it is left when this returns."""
         found = self._sessions.get(session)
         if found is not None:
             self._leave(session)
-            await self._end(found)
+            self._close_soon(session, self._end(found))
+        await self._ended(session)
 
     def give_up(self, prepared: Prepared) -> None:
         """One that was never expected: its offer and its streams go, a moment later."""
-        self._spawn(self._end(prepared))
+        self._close_soon(prepared.offer.session, self._end(prepared))
 
     async def close(self) -> None:
         for session in list(self._sessions):
@@ -160,10 +165,32 @@ class StandingBy:
             found.look.set()
         self._roster.let_go(session)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> "asyncio.Future[None]":
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _close_soon(self, session: str, work: Awaitable[None]) -> None:
+        """Encoder and vocoder know a session by its name alone: what is opened of it before this is
+        over would be closed with it. So whoever opens waits for it."""
+        before = self._ending.get(session)
+
+        async def in_turn() -> None:
+            if before is not None:
+                await asyncio.wait({before})
+            await work
+
+        def forget(done: "asyncio.Future[None]") -> None:
+            if self._ending.get(session) is done:
+                del self._ending[session]
+
+        self._ending[session] = self._spawn(in_turn())
+        self._ending[session].add_done_callback(forget)
+
+    async def _ended(self, session: str) -> None:
+        while (ending := self._ending.get(session)) is not None:
+            await asyncio.wait({ending})
 
     async def _end(self, what: Prepared | Kept) -> None:
         if isinstance(what, Prepared):

@@ -90,6 +90,9 @@ class Warmer:
         foreseen = foresee_rebuild(self._facts, conversation, RebuildCause.MOVE)
         self._ahead = None
         if foreseen is None:
+            # What it holds is of an earlier unit, and nobody would know.
+            self._held = ()
+            await self._stream.close()
             return
         blob = loaded.reference_rows
         retained = RetainedUnits(decode_reference(blob[0]) if blob else None)
