@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -327,6 +328,34 @@ async def test_streams_that_are_just_being_closed_take_no_new_ones_with_them(
     await caller.dial(here)
     await caller.talk(8)
     check_events(caller)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["target", "source"])
+async def test_a_stream_that_holds_something_else_costs_a_rebuild(
+    valkey: EmbeddedValkey, here: Replica, there: Replica, kept: bool
+) -> None:
+    """One more position than anybody knows of, on the target or in what the source has kept."""
+    session, terms = f"other-{kept}", Terms("context")
+    calm, _ = await undisturbed(valkey.url, f"calm-{session}", terms, 8)
+    caller = await called(here, session, terms, 4)
+    await prepare(there, session, terms, 2)
+    home = here if kept else there
+    held = next(iter(home.stages.thinker.streams.values()))
+    if kept:
+        there.registry._standing_by._take_over = AsyncMock()
+        await hand_over(here, there, session, 2)
+        held.take(0)
+        here.registry.declare_dead(there.name)
+    else:
+        held.take(0)
+        await hand_over(here, there, session, 2)
+    await until_moved(caller)
+    await caller.dial(home)
+    await caller.talk(8)
+    check_events(caller)
+    assert await tokens(here.ledger, session) == calm
+    causes = [unit.rebuild_cause for unit in caller.units]
+    assert causes.count("move") + causes.count("replica_restart") == 1
 
 
 async def test_no_room_for_a_unit_like_the_last_one(valkey: EmbeddedValkey) -> None:

@@ -5,6 +5,7 @@ rules and so the same draws, as a whole prompt rendered from the same records.
 """
 
 import asyncio
+import logging
 import time
 
 from duplex_sidecar.framing.append import Append
@@ -34,6 +35,8 @@ from duplex_sidecar.telemetry.names import StageName, StepName
 from duplex_sidecar.telemetry.traces import SessionTrace
 from duplex_sidecar.window.parts import UnitInput
 from duplex_sidecar.window.state import Extend, Overflow, Rebuild, RebuildCause
+
+log = logging.getLogger(__name__)
 
 _MENDED = LOST | {StageFault.ROWS_LOST}
 """A unit whose hidden rows were lost gives the same tokens again, and its rows with them."""
@@ -70,6 +73,8 @@ class ThinkerDriver:
         )
         self._redo_gate = redo_gate
         self._no_stream_because = no_stream_because
+        self._inherited = stream.live
+        """The stream was filled by somebody else, and this driver has not fed it yet."""
 
     def plan(self, before: Conversation, append: Append) -> Planned:
         """How the append is to reach the Thinker. Raises SessionOver when it does not fit."""
@@ -118,9 +123,16 @@ class ThinkerDriver:
                 break
             except StageError as error:
                 watch.trace.stage_fault(StageName.THINKER, error.fault)
+                if error.fault is StageFault.REFUSED and self._inherited and attempt == 1:
+                    # Nothing has run. What stands ready is not what everybody believed: that costs
+                    # a rebuild, not the session.
+                    log.warning("a stream that was made ready is of no use: %s", error.reason)
+                    self._inherited = False
+                    continue
                 if error.fault not in _MENDED or attempt >= MAX_ATTEMPTS:
                     raise
             attempt, cause = attempt + 1, RebuildCause.ENGINE_RESTART
+        self._inherited = False
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, planned.plan, planned.window)
 
