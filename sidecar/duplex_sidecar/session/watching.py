@@ -1,12 +1,10 @@
 """Where the time of one unit goes: its span and steps, the metrics, the numbers of `UnitDone`."""
 
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import StageName, StepName
-from duplex_sidecar.telemetry.traces import UnitTrace
+from duplex_sidecar.telemetry.traces import Step, UnitTrace
 
 UNIT_MS = 1000.0
 """Input that a unit covers."""
@@ -16,6 +14,10 @@ _STAGES = {
     StepName.THINKER: StageName.THINKER,
     StepName.TALKER: StageName.TALKER,
     StepName.CODE2WAV: StageName.CODE2WAV,
+}
+_SHORT_NAMES = {
+    step: _STAGES[step].value if step in _STAGES else step.value.rsplit(".", 1)[-1]
+    for step in StepName
 }
 
 
@@ -44,13 +46,12 @@ class UnitWatch:
         """The unit found its prompt rebuilt, or nearly so."""
         self.rebuild_ms, self.rebuild_cost_ms = waited_ms, cost_ms
 
-    @contextmanager
-    def step(self, step: StepName) -> Generator[None]:
+    def step(self, step: StepName) -> Step:
         """One step of the unit's way. A step that fails leaves a failed span and no number."""
-        with self.trace.step(step) as span:
-            yield
+        return self.trace.step(step, self._count)
+
+    def _count(self, step: StepName, elapsed_ms: float) -> None:
         stage = _STAGES.get(step)
-        name = step.value.rsplit(".", 1)[-1] if stage is None else stage.value
-        self.stage_ms[name] = span.elapsed_ms
+        self.stage_ms[_SHORT_NAMES[step]] = elapsed_ms
         if stage is not None:
-            self.metrics.stage_call(stage, span.elapsed_ms)
+            self.metrics.stage_call(stage, elapsed_ms)
