@@ -19,7 +19,7 @@ from duplex_sidecar.doors.openai_wire import (
     parse_message,
 )
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Closed, Event, Failure
+from duplex_sidecar.protocol.events import Closed, Failure
 from duplex_sidecar.session.port import Attachment, SessionPort
 
 SEND_TIMEOUT_S = 10.0
@@ -66,10 +66,8 @@ async def _receive(websocket: WebSocket) -> str | bytes:
 
 
 async def _converse(websocket: WebSocket, attachment: Attachment, model: str) -> None:
-    # Errors found while reading go out through the writer, so that one task alone writes.
-    failures: asyncio.Queue[Failure] = asyncio.Queue(maxsize=MAX_ERRORS_IN_A_ROW)
-    reader = asyncio.create_task(_read(websocket, attachment, failures))
-    writer = asyncio.create_task(_write(websocket, attachment, failures, model))
+    reader = asyncio.create_task(_read(websocket, attachment))
+    writer = asyncio.create_task(_write(websocket, attachment, model))
     try:
         done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -81,9 +79,7 @@ async def _converse(websocket: WebSocket, attachment: Attachment, model: str) ->
                 await task
 
 
-async def _read(
-    websocket: WebSocket, attachment: Attachment, failures: asyncio.Queue[Failure]
-) -> None:
+async def _read(websocket: WebSocket, attachment: Attachment) -> None:
     errors_in_a_row = 0
     while True:
         raw = await _receive(websocket)
@@ -106,46 +102,26 @@ async def _read(
                     ErrorCode.INVALID_EVENT, f"{errors_in_a_row} refused events in a row"
                 ) from None
             event_id = error.event_id if isinstance(error, WireError) else None
-            with contextlib.suppress(asyncio.QueueFull):
-                failures.put_nowait(Failure(error.code, error.detail, error.param, event_id))
+            attachment.refuse(Failure(error.code, error.detail, error.param, event_id))
 
 
-async def _write(
-    websocket: WebSocket, attachment: Attachment, failures: asyncio.Queue[Failure], model: str
-) -> None:
-    async def send(event: Event) -> None:
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await websocket.send_text(
-                    render_event(event, attachment.session, model).decode("utf-8")
-                )
-        except TimeoutError:
-            raise ClientError(ErrorCode.SLOW_CONSUMER) from None
-
-    next_event = asyncio.create_task(attachment.next_event())
-    next_failure = asyncio.create_task(failures.get())
+async def _write(websocket: WebSocket, attachment: Attachment, model: str) -> None:
     try:
-        while True:
-            await asyncio.wait({next_event, next_failure}, return_when=asyncio.FIRST_COMPLETED)
-            if next_failure.done():
-                failure = next_failure.result()
-                next_failure = asyncio.create_task(failures.get())
-                await send(failure)
-            if next_event.done():
-                event = next_event.result()
-                if event is None:
-                    return
-                await send(event)
-                if isinstance(event, Closed):
-                    code = ERRORS[event.code].close_code or 1000
-                    await websocket.close(code, event.code)
-                    return
-                next_event = asyncio.create_task(attachment.next_event())
+        while (event := await attachment.next_event()) is not None:
+            await _send(websocket, render_event(event, attachment.session, model))
+            if isinstance(event, Closed):
+                await websocket.close(ERRORS[event.code].close_code or 1000, event.code)
+                return
     except RuntimeError as error:  # starlette: the socket is closed already
         raise WebSocketDisconnect(1006) from error
-    finally:
-        next_event.cancel()
-        next_failure.cancel()
+
+
+async def _send(websocket: WebSocket, message: bytes) -> None:
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await websocket.send_text(message.decode("utf-8"))
+    except TimeoutError:
+        raise ClientError(ErrorCode.SLOW_CONSUMER) from None
 
 
 async def _refuse(websocket: WebSocket, error: ClientError, session: str, model: str) -> None:

@@ -7,10 +7,12 @@ error of the server means stands in `ledger.failures`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError, ResponseError, WatchError
 
 from duplex_sidecar.ledger import scripts
@@ -58,6 +60,9 @@ class Connection:
         self._load_timeout_s = load_timeout_ms / 1000
         self._wait = b""
         self._closed = False
+        self._at_hand: list[AbstractConnection] = []
+        """For scripts, taken from the pool for good: asking it each time costs more than the call.
+        At most half of it, so that reads find some there."""
         if durability is Durability.REPLICATED:
             self._wait = pack(("WAIT", NEEDED_REPLICAS, call_timeout_ms // 2))
 
@@ -134,6 +139,7 @@ class Connection:
                 raise_if_cancelled()
                 action = action_of(error)
                 if action is Action.FIND_PRIMARY:
+                    await self._give_back()
                     await self._pool.disconnect(inuse_connections=False)
                 if action is not Action.RESOLVE:
                     raise refusal(call.session, error, call.keys[0]) from error
@@ -179,8 +185,7 @@ class Connection:
         connection: an answer that comes late is never taken for the next command's. Raises the
         first error that the server answers, once all answers are there.
         """
-        connection = await self._pool.get_connection()
-        try:
+        async with self._connection() as connection:
             self._require_open("")
             await connection.send_packed_command(packed)
             found: list[Any] = []
@@ -189,14 +194,37 @@ class Connection:
                     found.append(await connection.read_response())
                 except ResponseError as error:
                     found.append(error)
-        finally:
-            await self._pool.release(connection)
-            if self._closed:
-                await connection.disconnect()
         for answer in found:
             if isinstance(answer, Exception):
                 raise answer
         return found
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncGenerator[AbstractConnection]:
+        """After a fault nothing is kept at hand: the pool looks at each connection before it gives
+        it out again, and the call that follows must not meet one that died with this one."""
+        pool = self._pool
+        connection = self._at_hand.pop() if self._at_hand else await pool.get_connection()
+        try:
+            yield connection
+        except BaseException:
+            self._at_hand.append(connection)
+            await self._give_back()
+            raise
+        self._at_hand.append(connection)
+        if self._closed or len(self._at_hand) > pool.max_connections // 2:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        while self._at_hand:
+            connection = self._at_hand.pop()
+            try:
+                await self._pool.release(connection)
+            except asyncio.CancelledError:
+                self._at_hand.append(connection)
+                raise
+            if self._closed:
+                await connection.disconnect()
 
     # --- reads ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from duplex_sidecar.protocol.commands import Command
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Event
+from duplex_sidecar.protocol.events import Event, Failure
 from duplex_sidecar.session.mailbox import Mailbox
 from duplex_sidecar.session.outbox import Outbox
 
@@ -46,6 +46,9 @@ class ClientAttachment:
 
     async def submit(self, command: Command) -> None:
         await self._host.submit(self._number, command)
+
+    def refuse(self, failure: Failure) -> None:
+        self._outbox.put(failure)
 
     async def next_event(self) -> Event | None:
         return await self._outbox.next()

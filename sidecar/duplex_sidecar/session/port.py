@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from duplex_sidecar.protocol.commands import Command
-from duplex_sidecar.protocol.events import Event
+from duplex_sidecar.protocol.events import Event, Failure
 
 
 class Attachment(Protocol):
@@ -16,6 +16,10 @@ class Attachment(Protocol):
         """Hand a command to the session; waits while its mailbox is full (back-pressure).
 
         Raises ClientError when the session refuses it at once or has ended."""
+        ...
+
+    def refuse(self, failure: Failure) -> None:
+        """Tell the client, behind the events that wait for it, what was wrong with a message."""
         ...
 
     async def next_event(self) -> Event | None:
