@@ -177,11 +177,18 @@ class SessionActor:
         self.on_change()
         return ClientAttachment(self, number, outbox)
 
-    async def submit(self, attachment: int, command: Command) -> None:
-        """Waits while the mailbox is full. Raises ClientError (taken over, parked, ended)."""
-        await self._clients.room_for(attachment, self._require_running)
+    def offer(self, attachment: int, command: Command) -> bool:
+        """False: the mailbox is full, wait for `room`. Raises ClientError (taken over, parked,
+        ended)."""
+        self._require_running()
+        if not self._clients.has_room(attachment):
+            return False
         if self._clients.put(command, self._desk.missing_bytes):
             self._wake.set()
+        return True
+
+    async def room(self) -> None:
+        await self._clients.room()
 
     def detach(self, attachment: int) -> None:
         """The client is gone. What it has submitted still counts."""

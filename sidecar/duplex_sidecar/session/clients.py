@@ -27,7 +27,9 @@ class Host(Protocol):
     @property
     def session(self) -> str: ...
 
-    async def submit(self, attachment: int, command: Command) -> None: ...
+    def offer(self, attachment: int, command: Command) -> bool: ...
+
+    async def room(self) -> None: ...
 
     def detach(self, attachment: int) -> None: ...
 
@@ -45,7 +47,8 @@ class ClientAttachment:
         return self._host.session
 
     async def submit(self, command: Command) -> None:
-        await self._host.submit(self._number, command)
+        while not self._host.offer(self._number, command):
+            await self._host.room()
 
     def refuse(self, failure: Failure) -> None:
         self._outbox.put(failure)
@@ -88,17 +91,16 @@ class Clients:
         self._greeting = asyncio.create_task(_greeted(greet, outbox, self._count))
         return self._count, outbox
 
-    async def room_for(self, attachment: int, require_open: Callable[[], None]) -> None:
-        """Wait while the mailbox is full. Raises ClientError when that client was replaced, and
-        whatever `require_open` raises."""
-        while True:
-            require_open()
-            if attachment != self._count:
-                raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
-            if not self._mailbox.full:
-                return
-            self._room.clear()
-            await self._room.wait()
+    def has_room(self, attachment: int) -> bool:
+        """Raises ClientError when that client was replaced."""
+        if attachment != self._count:
+            raise ClientError(ErrorCode.SESSION_TAKEN_OVER)
+        return not self._mailbox.full
+
+    async def room(self) -> None:
+        """Wait until the mailbox is worth another look."""
+        self._room.clear()
+        await self._room.wait()
 
     def put(self, command: Command, missing_bytes: int) -> bool:
         """Whether the session has to look now; see `Mailbox.put`."""

@@ -16,7 +16,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from duplex_sidecar.telemetry import names
 from duplex_sidecar.telemetry.bounded import finishes_within
-from duplex_sidecar.telemetry.metric_export import MetricPusher, SharedReader
+from duplex_sidecar.telemetry.metric_export import (
+    Labels,
+    Measurements,
+    MetricPusher,
+    SharedReader,
+)
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traces import resource_of
 
@@ -30,8 +35,6 @@ _STAGE_MS: Final = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 800, 1
 _LEDGER_MS: Final = (0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 80, 200, 1000, 5000)
 _PACE: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
-Labels = dict[str, str]
-
 
 class Metrics:
     """The instruments of this process; every method costs microseconds and never waits."""
@@ -39,7 +42,9 @@ class Metrics:
     def __init__(self, settings: TelemetrySettings) -> None:
         """Starts one background thread if there is an endpoint, none otherwise."""
         self._registry = CollectorRegistry()
-        reader = SharedReader(self._registry)
+        self._measurements = Measurements()
+        self._note = self._measurements.note
+        reader = SharedReader(self._registry, self._measurements)
         url = settings.signal_url("v1/metrics")
         self._provider = MeterProvider(
             metric_readers=[reader],
@@ -118,30 +123,30 @@ class Metrics:
     def unit(self, decision: names.UnitDecision, wall_ms: float, audio_ms: float) -> None:
         """A unit is done. `audio_ms` (> 0): length of the input it covers."""
         labels: Labels = {names.UNIT_DECISION: decision.value}
-        self._units.add(1, labels)
-        self._unit_wall.record(wall_ms, labels)
-        self._unit_pace.record(wall_ms / audio_ms, labels)
+        self._note(self._units.add, 1, labels)
+        self._note(self._unit_wall.record, wall_ms, labels)
+        self._note(self._unit_pace.record, wall_ms / audio_ms, labels)
         in_time = wall_ms <= audio_ms
         if not in_time:
-            self._units_late.add(1, labels)
+            self._note(self._units_late.add, 1, labels)
         self._recent_in_time.append(in_time)
 
     def rebuild(self, cause: names.RebuildCause, elapsed_ms: float) -> None:
         labels: Labels = {names.WINDOW_CAUSE: cause.value}
-        self._rebuilds.add(1, labels)
-        self._rebuild_time.record(elapsed_ms, labels)
+        self._note(self._rebuilds.add, 1, labels)
+        self._note(self._rebuild_time.record, elapsed_ms, labels)
 
     def stage_call(self, stage: names.StageName, elapsed_ms: float) -> None:
-        self._stage_time.record(elapsed_ms, {names.STAGE: stage.value})
+        self._note(self._stage_time.record, elapsed_ms, {names.STAGE: stage.value})
 
     def stage_restarted(self, stage: names.StageName) -> None:
-        self._stage_restarts.add(1, {names.STAGE: stage.value})
+        self._note(self._stage_restarts.add, 1, {names.STAGE: stage.value})
 
     def sessions_live(self, count: int) -> None:
         self._sessions_live.set(count)
 
     def ledger_call(self, call: names.LedgerCall, elapsed_ms: float) -> None:
-        self._ledger_time.record(elapsed_ms, {names.LEDGER_CALL: call.value})
+        self._note(self._ledger_time.record, elapsed_ms, {names.LEDGER_CALL: call.value})
 
     @contextmanager
     def timed_ledger_call(self, call: names.LedgerCall) -> Generator[None]:
@@ -151,11 +156,11 @@ class Metrics:
         self.ledger_call(call, (time.perf_counter() - started) * 1000)
 
     def epoch(self, cause: names.EpochCause) -> None:
-        self._epochs.add(1, {names.STAGE2_CAUSE: cause.value})
+        self._note(self._epochs.add, 1, {names.STAGE2_CAUSE: cause.value})
 
     def envelope_refused(self, reason: str) -> None:
         """`reason`: a value of a closed list (contract section E, or a StageFault)."""
-        self._refused.add(1, {names.ENVELOPE_REASON: reason})
+        self._note(self._refused.add, 1, {names.ENVELOPE_REASON: reason})
 
     def preemptions(self, stage: names.StageName, since_start: int) -> None:
         """since_start: of the stage's present process, as its health says."""
@@ -163,7 +168,7 @@ class Metrics:
         # A smaller number is that of a new process.
         more = since_start - before if since_start >= before else since_start
         self._preempted[stage] = since_start
-        self._preemptions.add(more, {names.STAGE: stage.value})
+        self._note(self._preemptions.add, more, {names.STAGE: stage.value})
 
     def near_real_time_ratio(self) -> float:
         """Share of the recent units that were not slower than real time; 1.0 before any unit."""
@@ -175,6 +180,7 @@ class Metrics:
 
     def prometheus_page(self) -> bytes:
         """The page for `/metrics`, of type PROMETHEUS_CONTENT_TYPE."""
+        self._measurements.settle()
         return generate_latest(self._registry)
 
     def flush(self, timeout_ms: int) -> bool:
