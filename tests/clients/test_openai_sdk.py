@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime import (
+    ConversationItemTruncatedEvent,
     InputAudioBufferClearedEvent,
     InputAudioBufferCommittedEvent,
     RealtimeErrorEvent,
@@ -34,6 +35,7 @@ from duplex_sidecar.client.local_sidecar import LocalSidecar
 pytestmark = pytest.mark.client
 
 UNITS = 24
+MANY_UNITS = 60
 TURN_EVENTS = (
     ResponseCreatedEvent,
     ResponseOutputItemAddedEvent,
@@ -133,6 +135,72 @@ async def test_an_event_that_is_not_served_is_a_typed_error(sidecar: LocalSideca
         assert error.error.code == "unsupported_event"
         assert error.error.type == "invalid_request_error"
         assert error.error.event_id == "mine"
+        await connection.send_raw(json.dumps({"type": "session.close"}))
+        assert (await next_event(connection)).type == "session.closed"
+    await client.close()
+
+
+async def until_in_mid_reply(connection: AsyncRealtimeConnection) -> tuple[int, str, int]:
+    """Speak second by second until a reply has sounded and is not finished: the last unit, the
+    reply's item, its samples."""
+    item, samples, finished = "", 0, True
+    for unit in range(1, MANY_UNITS):
+        pcm = speech(1, start_s=unit - 1)
+        await connection.input_audio_buffer.append(audio=base64.b64encode(pcm).decode())
+        for event in await unit_events(connection, unit):
+            if isinstance(event, ResponseCreatedEvent):
+                samples, finished = 0, False
+            elif isinstance(event, ResponseAudioDeltaEvent):
+                item = event.item_id
+                samples += len(base64.b64decode(event.delta)) // 2
+            elif isinstance(event, ResponseDoneEvent):
+                finished = True
+        if samples and not finished:
+            return unit, item, samples
+    raise AssertionError("the model never speaks for longer than a second")
+
+
+async def test_a_reply_is_stopped_and_taken_back_with_the_sdks_own_calls(
+    sidecar: LocalSidecar,
+) -> None:
+    session, token = await asyncio.to_thread(new_session, sidecar, manifest(), "sdk")
+    client = AsyncOpenAI(base_url=sidecar.realtime_url, api_key=token)
+    async with client.realtime.connect(
+        model="duplex", extra_query={"session": session}
+    ) as connection:
+        await next_event(connection)
+        await connection.session.update(
+            session={
+                "type": "realtime",
+                "audio": {"input": {"format": {"type": "audio/pcm", "rate": 16_000}}},  # type: ignore[typeddict-item]
+            }
+        )
+        await next_event(connection)
+        unit, item, samples = await until_in_mid_reply(connection)
+        heard_ms = samples // 24 // 2
+        await connection.response.cancel()
+        await connection.conversation.item.truncate(
+            item_id=item, content_index=0, audio_end_ms=heard_ms
+        )
+        events = [await next_event(connection) for _ in range(6)]
+        done, truncated = events[4:]
+        assert isinstance(done, ResponseDoneEvent)
+        assert done.response.status == "cancelled"
+        assert done.response.status_details is not None
+        assert done.response.status_details.reason == "client_cancelled"
+        assert isinstance(truncated, ConversationItemTruncatedEvent)
+        assert (truncated.item_id, truncated.audio_end_ms) == (item, heard_ms)
+        for event in events:
+            type(event).model_validate_json(event.to_json())
+
+        await connection.response.cancel(event_id="twice")
+        error = await next_event(connection)
+        assert isinstance(error, RealtimeErrorEvent)
+        assert (error.error.code, error.error.event_id) == ("response_cancel_not_active", "twice")
+        pcm = speech(1, start_s=unit)
+        await connection.input_audio_buffer.append(audio=base64.b64encode(pcm).decode())
+        facts = (await unit_events(connection, unit + 1))[-1].to_dict()
+        assert (facts["decision"], facts["rebuild_cause"]) == ("listen", "truncation")
         await connection.send_raw(json.dumps({"type": "session.close"}))
         assert (await next_event(connection)).type == "session.closed"
     await client.close()

@@ -4,11 +4,12 @@ to say what each prompt must be."""
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from duplex_sidecar.protocol.commands import (
     AppendInput,
     AudioEncoding,
     Close,
+    Command,
     CommitInput,
     Heartbeat,
     SetInputFormat,
@@ -41,12 +43,14 @@ from duplex_sidecar.protocol.events import (
     Alive,
     Audio,
     Closed,
+    CommandApplied,
     Event,
     Failure,
     InputAccepted,
     Sequenced,
     SessionOpened,
     TurnMark,
+    TurnTruncated,
     UnitDone,
 )
 from duplex_sidecar.session.assembly import Assembly, as_they_are
@@ -416,6 +420,22 @@ class Caller:
         await self.attachment.submit(Heartbeat("mail"))
         await self.until(lambda event: isinstance(event, Alive))
 
+    async def tell(self, command: Command) -> None:
+        """Say it, whatever comes of it."""
+        assert self.attachment is not None
+        await self.attachment.submit(command)
+
+    async def ask(self, command: Command) -> Event:
+        """Say a numbered command; what answers it: that it is applied, or its refusal."""
+        await self.tell(command)
+        number = getattr(command, "client_sequence", None)
+        return await self.until(
+            lambda event: (
+                isinstance(event, Failure)
+                or (isinstance(event, CommandApplied) and event.client_sequence == number)
+            )
+        )
+
     async def commit(self) -> None:
         assert self.attachment is not None
         await self.attachment.submit(CommitInput())
@@ -462,7 +482,7 @@ def check_events(caller: Caller) -> None:
                 now = (body.epoch, body.stage2_sequence)
                 assert now > place
                 place = now
-            case UnitDone():
+            case UnitDone() | TurnTruncated():
                 pass
             case _:
                 assert body.turn == open_turn
@@ -532,10 +552,18 @@ class _Unit:
         return (*self.input, *self.spoken, *self.closing)
 
 
+Cuts = Mapping[int, Mapping[int, tuple[int, ...]]]
+"""By the first unit whose prompt shows it: units with another answer than the one they gave."""
+
+
 def expected_prompts(
-    terms: Terms, inputs: Sequence[tuple[Position, ...]], said: Sequence[tuple[int, ...]]
+    terms: Terms,
+    inputs: Sequence[tuple[Position, ...]],
+    said: Sequence[tuple[int, ...]],
+    cuts: Cuts = MappingProxyType({}),
 ) -> list[tuple[Position, ...]]:
     """The prompt of each unit, from what each append put in and what was said before it."""
+    said = list(said)
     prefix: tuple[Position, ...] = encode(SYSTEM)
     suffix = encode("<|im_end|>")
     if terms.voice:
@@ -566,6 +594,13 @@ def expected_prompts(
 
     turn_ended = True
     for number, pending in enumerate(inputs):
+        for unit, answer in cuts.get(number + 1, {}).items():
+            said[unit - 1] = answer
+            if unit < number:
+                place = len(window) - (number - unit)
+                assert place >= 0, "what has left the window is not cut"
+                closing = (answer[-1], *unit_end)
+                window[place] = replace(window[place], spoken=answer[:-1], closing=closing)
         if number:
             before = said[number - 1]
             ends, turn_ended = _ends(before, turn_ended)
@@ -630,6 +665,7 @@ def check_prompts(
     said: Sequence[tuple[int, ...]],
     caller: Caller,
     frames: Callable[[int], tuple[bytes, ...]] = lambda _: (),
+    cuts: Cuts = MappingProxyType({}),
 ) -> list[Submission]:
     """Every prompt that any Thinker answered to is the one that it must be, and has the length that
     the client was told. Returns the submissions."""
@@ -643,7 +679,7 @@ def check_prompts(
         len(said),
         lambda number: image_blocks(frames(number), high_resolution=terms.high_resolution),
     )
-    prompts = expected_prompts(terms, inputs, said)
+    prompts = expected_prompts(terms, inputs, said, cuts)
     submissions = [
         one
         for each in all_stages

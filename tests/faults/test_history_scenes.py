@@ -28,6 +28,8 @@ SCENES = (
     scenes.death,
     scenes.one_way,
     scenes.slow_ledger,
+    scenes.interrupted,
+    scenes.interrupted_death,
 )
 
 
@@ -56,5 +58,5 @@ async def test_the_files_of_all_scenes_hold(
                 await world.finish(session)
             files.append(world.observer.write(tmp_path / f"{session}.jsonl"))
             last_run.add("scenes", [world.report()])
-    status = check(*files, zombies=2, redos=1, resends=2, takeovers=3)
+    status = check(*files, zombies=2, redos=1, resends=2, takeovers=4)
     assert status == 0, capsys.readouterr().out

@@ -70,6 +70,14 @@ MUTANTS = (
     ),
     Mutant(mutants.deadline_from_the_reply, scenes.slow_renewal, Rule.SPOKE_WITHOUT_LEASE),
     Mutant(mutants.client_retries, scenes.lost_replies, Rule.HIDDEN_RETRY, Minimums(resends=1)),
+    Mutant(mutants.numbers_not_kept, scenes.interrupted, Rule.COMMAND_BEFORE_DURABLE),
+    Mutant(
+        mutants.applied_again,
+        scenes.interrupted_death,
+        Rule.COMMAND_APPLIED_TWICE,
+        Minimums(takeovers=1),
+    ),
+    Mutant(mutants.played_whatever_is_said, scenes.interrupted, Rule.PLAYED_BEYOND_COMMITTED),
     Mutant(
         mutants.wait_elsewhere,
         scenes.plain,

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.ledger_kit import Writer, spoken_batch, state_after, unit_media
+from support.ledger_kit import (
+    Writer,
+    cut_of,
+    spoken_batch,
+    state_after,
+    truncated_draft,
+    unit_media,
+)
 
 from duplex_sidecar.cli.ledger import app
 from duplex_sidecar.ledger.connection import Command, Connection
@@ -20,7 +27,7 @@ from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.keys import SessionKeys, session_keys
 from duplex_sidecar.ledger.media import Trim
 from duplex_sidecar.ledger.reader import LedgerReader
-from duplex_sidecar.ledger.records import ClosedDraft, RedoDraft, TruncatedDraft
+from duplex_sidecar.ledger.records import ClosedDraft, RedoDraft
 from duplex_sidecar.ledger.store import Ledger
 
 pytestmark = pytest.mark.integration
@@ -214,8 +221,7 @@ async def told(ledger: Ledger, session: str) -> Writer:
     """Every kind of record: four units (the last one redone), a truncation, a close."""
     writer = await Writer.create(ledger, session)
     await writer.units(2)
-    cut = TruncatedDraft(seq=2, unit=2, token_index=1, played_ms=100)
-    writer.head = await ledger.note(writer.lease, writer.head, cut, state=b"cut")
+    await writer.cut(cut_of(truncated_draft(2, 2), 1))
     await writer.unit(3)
     await writer.accept(4)
     redo = RedoDraft(seq=4, attempt=2, cause="engine_restart")

@@ -9,18 +9,22 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 from support.ledger_kit import (
+    CHUNK_SAMPLES,
     Writer,
     accept_draft,
     commit_draft,
+    cut_of,
     noise,
     opening_draft,
     spoken_batch,
     state_after,
+    truncated_draft,
     unit_media,
 )
 
 from duplex_sidecar.ledger import records, token
 from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.client_calls import Played, cut_call
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import (
     HeadMismatch,
@@ -42,7 +46,12 @@ from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.media import Trim
-from duplex_sidecar.ledger.records import ClosedDraft, RedoDraft, TruncatedDraft
+from duplex_sidecar.ledger.records import (
+    CancelledDraft,
+    ClosedDraft,
+    RedoDraft,
+    stopped_units,
+)
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
@@ -408,23 +417,78 @@ async def test_a_commit_must_follow_the_last_note_too(ledger: Ledger, session: s
     await writer.commit(1)
 
 
-async def test_notes_stand_where_they_may(ledger: Ledger, session: str) -> None:
+async def test_notes_and_cuts_stand_where_they_may(ledger: Ledger, session: str) -> None:
     writer = await Writer.create(ledger, session)
     await writer.unit(1)
-    cut = TruncatedDraft(seq=1, unit=1, token_index=2, played_ms=300)
-    writer.head = await ledger.note(writer.lease, writer.head, cut, state=b"after the cut")
-    assert (await ledger.load(session)).state == b"after the cut"
+    cut = cut_of(truncated_draft(1, 1), 1, events=2)
+    await writer.cut(cut)
+    loaded = await ledger.load(session)
+    assert (loaded.state, loaded.voice_state) == (cut.state, cut.voice_state)
+    assert (await ledger.events_after(session, 0)).last_seq == 2
     await writer.accept(2)
     with pytest.raises(HeadMismatch):
-        await ledger.note(writer.lease, writer.head, cut, state=b"while a unit is open")
+        await writer.cut(cut_of(truncated_draft(2, 2), 3))
     redo = RedoDraft(seq=2, attempt=2, cause="engine_restart")
     writer.head = await ledger.note(writer.lease, writer.head, redo)
     loaded = await ledger.load(session)
-    assert (loaded.attempts, loaded.state) == (2, b"after the cut")
+    assert (loaded.attempts, loaded.state) == (2, cut.state)
     await writer.commit(2)
     assert (await ledger.load(session)).attempts == 0
-    with pytest.raises(ValueError, match="state"):
-        await ledger.note(writer.lease, writer.head, cut)
+
+
+async def test_a_cut_happens_whole_or_not_at_all(ledger: Ledger, raw: Redis, session: str) -> None:
+    writer = await Writer.create(ledger, session)
+    await writer.unit(1)
+    before = await everything(raw, session)
+    draft = CancelledDraft(seq=1, turn=1)
+    with pytest.raises(JournalMismatch):
+        await writer.cut(cut_of(draft, 2, client_applied="3:three"))
+    assert await everything(raw, session) == before
+    await writer.cut(cut_of(draft, 1, client_applied="3:three"))
+    loaded = await ledger.load(session)
+    assert loaded.meta.client.last == 3
+    assert (loaded.meta.events_last, loaded.meta.head.index) == (1, 3)
+    assert stopped_units(loaded.entries) == {1}
+
+
+async def test_a_cut_sent_again_is_done_once(ledger: Ledger, raw: Redis, session: str) -> None:
+    writer = await Writer.create(ledger, session)
+    await writer.unit(1)
+    call, then = cut_call(writer.lease, writer.head, cut_of(truncated_draft(1, 1), 1))
+    assert await ledger.retry_unknown(call) == then
+    before = await everything(raw, session)
+    assert await ledger.retry_unknown(call) == then
+    assert await everything(raw, session) == before
+
+
+async def test_what_is_played_leaves_the_journal_and_nothing_else_does(
+    ledger: Ledger, session: str
+) -> None:
+    writer = await Writer.create(ledger, session)
+    for seq in (1, 2, 3):
+        await writer.unit(seq)
+        await ledger.journal(writer.lease, spoken_batch(seq, seq, chunk=seq - 1))
+    await ledger.client_said(writer.lease, "", Played(1, 2 * CHUNK_SAMPLES, through_event=2))
+    after = await ledger.events_after(session, 2)
+    assert [event.seq for event in after.events] == [3]
+    assert (await ledger.events_after(session, 1)).resync_required
+    meta = (await ledger.load(session)).meta
+    assert (meta.events_first, meta.played_turn, meta.played_samples) == (3, 1, 48_000)
+
+    await ledger.client_said(writer.lease, "1:one", Played(1, CHUNK_SAMPLES, through_event=1))
+    meta = (await ledger.load(session)).meta
+    assert (meta.events_first, meta.played_samples, meta.client.last) == (3, 48_000, 1)
+    for turn, samples in ((1, 3 * CHUNK_SAMPLES + 1), (2, 0)):
+        with pytest.raises(JournalMismatch, match="than has sounded"):
+            await ledger.client_said(writer.lease, "9:nine", Played(turn, samples, 3))
+    assert (await ledger.load(session)).meta == meta
+
+    await ledger.client_said(writer.lease, "", Played(1, 3 * CHUNK_SAMPLES, through_event=9))
+    assert (await ledger.load(session)).meta.events_first == 4
+    await writer.unit(4)
+    await ledger.journal(writer.lease, spoken_batch(4, 4, chunk=3))
+    after = await ledger.events_after(session, 3)
+    assert [event.seq for event in after.events] == [4]
 
 
 async def test_only_the_commit_trims_and_only_below_its_floors(

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from support.exact_layout import Answer, Conversation, Placed, Script, image_kinds, unit_input
-from support.exact_policy import Language
+from support.exact_layout import (
+    Answer,
+    Conversation,
+    Placed,
+    Script,
+    image_kinds,
+    left_of,
+    unit_input,
+)
+from support.exact_policy import GreedyPolicy, Language
 from support.exact_reference import Decided, Loop, Reference
 from support.exact_session import Talk
 from support.exact_stages import Said
@@ -50,6 +58,11 @@ def contexts(talk: Talk, script: Script) -> list[Placed]:
     placed: list[Placed] = []
     before: Answer | None = None
     for number, said in enumerate(talk.said, start=1):
+        cut = talk.cuts.get(number - 1)
+        if cut is not None:
+            left = {unit: left_of(script, talk.said[unit - 1], kept) for unit, kept in cut.items()}
+            conversation.take_back(left)
+            before = left.get(number - 1, before)
         heard = talk.tape.heard[number]
         kinds = image_kinds(talk.cast.sizes(number))
         pending = unit_input(script, kinds, heard.images, heard.chunks)
@@ -91,7 +104,10 @@ def equals_reference(
         for answer in talk.tape.answers:
             if answer.unit == number:
                 _same_logits(answer, said, truth[number - 1], reference, figures)
-        policy.begin(is_speech=talk.cast.is_speech(number))
+        stopped = number - 1 in talk.cuts
+        if stopped:
+            policy = policy_after(talk, number - 1, language)
+        policy.begin(is_speech=talk.cast.is_speech(number), force_listen=stopped)
         logits = reference.logits(_states(truth[number - 1]))
         for index, emitted in enumerate(said):
             choice = policy.decide(logits[index])
@@ -102,6 +118,30 @@ def equals_reference(
         if not policy.ended:
             raise NotExact(number, "the answer is not complete")
     return figures
+
+
+def policy_after(talk: Talk, last: int, language: Language) -> GreedyPolicy:
+    """The policy behind unit `last`, made anew from what is left of all answers."""
+    policy = talk.cast.policy(language)
+    kept: dict[int, int] = {}
+    for after, cut in talk.cuts.items():
+        if after <= last:
+            kept |= cut
+    for unit in range(1, last + 1):
+        sampled, emitted = talk.tape.last(unit).sampled, talk.said[unit - 1]
+        left = kept.get(unit)
+        forced = left == 0 or unit - 1 in talk.cuts
+        policy.begin(is_speech=talk.cast.is_speech(unit), force_listen=forced)
+        if left == 0:
+            policy.accept(policy.listen, policy.listen)
+        else:
+            for pair in zip(sampled[:left], emitted[:left], strict=True):
+                policy.accept(*pair)
+            if left is not None:
+                policy.accept(policy.chunk_eos, policy.chunk_eos)
+        if left is not None or unit in talk.cuts:
+            policy.turn_ended, policy.response_open = True, False
+    return policy
 
 
 def _same_logits(

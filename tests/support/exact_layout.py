@@ -109,12 +109,24 @@ def unit_input(
 
 @dataclass
 class _Unit:
+    number: int
     input: tuple[Position, ...]
     answer: Answer
 
     def whole(self, unit_end: int) -> list[Position]:
         last = [] if self.answer.terminator is None else [self.answer.terminator]
         return [*self.input, *self.answer.ids, *last, unit_end]
+
+
+def left_of(script: Script, said: Sequence[int], kept: int | None) -> Answer:
+    """What of an answer is left when so many of its ids were heard (None: all): one of which
+    nothing was heard listened, one that was heard in part is closed."""
+    content = tuple(said[:-1])
+    if kept is None or kept >= len(content):
+        return Answer(content, said[-1])
+    if kept == 0:
+        return Answer((), script.named["<|listen|>"])
+    return Answer(content[:kept], script.named["<|chunk_eos|>"])
 
 
 class Conversation:
@@ -126,15 +138,26 @@ class Conversation:
         self._units: list[_Unit] = []
         self._previous: list[int] = []
         self._open: tuple[Position, ...] | None = None
+        self._appended = 0
+        self._taken_back = False
+
+    def take_back(self, answers: Mapping[int, Answer]) -> None:
+        """These units said no more than that; those that are closed and still in the window."""
+        for unit in self._units:
+            unit.answer = answers.get(unit.number, unit.answer)
+        self._taken_back = True
 
     def append(self, pending: tuple[Position, ...], before: Answer | None) -> Placed:
         """`before`: the answer to the append before this one; None for the first."""
         if before is not None:
             assert self._open is not None
-            self._units.append(_Unit(self._open, before))
+            self._units.append(_Unit(self._appended, self._open, before))
         self._open = pending
+        self._appended += 1
         dropped = self._slide(pending) if before is not None else 0
-        return Placed(self._context(pending), before is not None and not dropped, dropped)
+        extends = before is not None and not dropped and not self._taken_back
+        self._taken_back = False
+        return Placed(self._context(pending), extends, dropped)
 
     def _slide(self, pending: tuple[Position, ...]) -> int:
         before = len(self._units)

@@ -25,6 +25,8 @@ from support.exact_policy import GreedyPolicy, Language
 from support.exact_reference import read_script
 from support.exact_stages import (
     MAX_SESSIONS,
+    EvenCode2Wav,
+    EvenTalker,
     SilentCode2Wav,
     SilentTalker,
     Tape,
@@ -279,6 +281,7 @@ class ExactStages(Stages):
 
     taped_encoder: TapedEncoder | None = None
     taped_thinker: TapedThinker | None = None
+    audible: bool = False
 
     def as_set(self) -> StageSet:
         assert self.taped_encoder is not None
@@ -286,8 +289,8 @@ class ExactStages(Stages):
         return StageSet(
             self.taped_encoder,
             self.taped_thinker,
-            SilentTalker(),
-            SilentCode2Wav(),
+            EvenTalker() if self.audible else SilentTalker(),
+            EvenCode2Wav() if self.audible else SilentCode2Wav(),
             thinker_spare=SpareSeats(MAX_SESSIONS),
             talker_spare=SpareSeats(MAX_SESSIONS),
         )
@@ -329,14 +332,16 @@ class World:
         *,
         shadowed: Callable[[str, int], bool] = lambda session, unit: False,
         spoils: Mapping[tuple[str, int], Defect] | None = None,
+        audible: bool = False,
     ) -> AsyncIterator[Replica]:
-        """A sidecar's sessions with an encoder of their own, all on the one Thinker."""
+        """A sidecar's sessions with an encoder of their own, all on the one Thinker. audible: a
+        spoken unit has a second of sound, else none."""
         self._replicas += 1
         encoder = await start_encoder(self.checkpoint, tapes, self.element_type)
         if not self._scripts:
             await self._write_scripts(encoder)
         thinker = TapedThinker(self.engine.client, tapes, self.script_in, shadowed, spoils)
-        stages = ExactStages(taped_encoder=encoder, taped_thinker=thinker)
+        stages = ExactStages(taped_encoder=encoder, taped_thinker=thinker, audible=audible)
         name = f"exact-{id(self)}-{self._replicas}"
         try:
             async with replica(
@@ -369,12 +374,14 @@ def make_world(
 
 @dataclass(frozen=True)
 class Talk:
-    """One conversation that is over. said: emitted ids of each unit, as the ledger has them."""
+    """One conversation that is over. said: emitted ids of each unit, as the ledger has them. cuts:
+    by the unit behind which a reply was stopped, how many ids of which units were heard."""
 
     cast: Cast
     said: list[tuple[int, ...]]
     tape: Tape
     units: list[UnitDone]
+    cuts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     def until(self, unit: int) -> "Talk":
         """Its first units."""
@@ -411,14 +418,14 @@ async def talk(
     tapes: Tapes = {}
     lengths = longer or {}
     async with world.replica(tapes, shadowed=shadowed, spoils=spoils) as here:
-        speakers = [await _open(here, cast, label) for cast in casts]
+        speakers = [await open_speaker(here, cast, label) for cast in casts]
         await asyncio.gather(
             *(speaker.talk(lengths.get(speaker.cast.name, units)) for speaker in speakers)
         )
-        return await _over(speakers, tapes, here.ledger)
+        return await over(speakers, tapes, here.ledger)
 
 
-async def _open(here: Replica, cast: Cast, label: str) -> Speaker:
+async def open_speaker(here: Replica, cast: Cast, label: str) -> Speaker:
     session = f"{label}-{cast.name}"
     await here.open(session, cast.terms)
     speaker = Speaker(cast, session)
@@ -426,7 +433,7 @@ async def _open(here: Replica, cast: Cast, label: str) -> Speaker:
     return speaker
 
 
-async def _over(speakers: Iterable[Speaker], tapes: Tapes, ledger: Ledger) -> dict[str, Talk]:
+async def over(speakers: Iterable[Speaker], tapes: Tapes, ledger: Ledger) -> dict[str, Talk]:
     talks: dict[str, Talk] = {}
     for speaker in speakers:
         check_events(speaker)
@@ -488,7 +495,7 @@ async def talk_badly(
         shared, plans[cast.name] = plan_for(kinds, units, random_)
     async with contextlib.AsyncExitStack() as stack:
         here = await stack.enter_async_context(world.replica(tapes, shadowed=shadowed))
-        speakers = [await _open(here, cast, label) for cast in casts]
+        speakers = [await open_speaker(here, cast, label) for cast in casts]
         for number, kind in enumerate(shared):
             stops = [plans[speaker.cast.name].stops[number] for speaker in speakers]
             await _talk_until(here, speakers, stops, plans)
@@ -509,7 +516,7 @@ async def talk_badly(
             for speaker in speakers:
                 await speaker.dial(here)
         await _talk_until(here, speakers, [units] * len(speakers), plans)
-        return await _over(speakers, tapes, here.ledger)
+        return await over(speakers, tapes, here.ledger)
 
 
 async def _talk_until(

@@ -343,4 +343,27 @@ class SilentCode2Wav:
         await asyncio.sleep(0)
 
 
+# --- those whose sound has a length alone ---------------------------------------------------------
+
+EVEN_CODES, EVEN_SAMPLES = 25, 24_000
+
+
+class EvenTalker(SilentTalker):
+    """Answers every condition with a second of codes."""
+
+    async def feed(self, request: TalkerFeed) -> TalkerAnswer:
+        await asyncio.sleep(0)
+        codes = tuple(range(EVEN_CODES))
+        return TalkerAnswer(request.session, request.stream, request.unit, codes, 0.0)
+
+
+class EvenCode2Wav(SilentCode2Wav):
+    """Every chunk with codes is a second of silence."""
+
+    async def feed(self, request: WaveFeed) -> WaveSamples:
+        await asyncio.sleep(0)
+        pcm = bytes(2 * EVEN_SAMPLES) if request.code_count else b""
+        return WaveSamples(request.session, request.epoch, request.sequence, pcm, 0.0)
+
+
 _: tuple[type[EncoderStage], type[ThinkerStage]] = (TapedEncoder, TapedThinker)

@@ -387,10 +387,13 @@ class Person:
             case "session.closed":
                 self._over(event["reason"])
             case "error":
-                self._over(event["error"]["code"])
+                self._refused(event["error"])
             case _:
                 pass
         return event
+
+    def _refused(self, error: dict[str, Any]) -> None:
+        self._over(error["code"])
 
     def _over(self, code: str) -> None:
         entry = ERRORS[ErrorCode(code)]

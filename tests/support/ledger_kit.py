@@ -8,17 +8,20 @@ from pathlib import Path
 import msgspec
 
 from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.client_calls import Cut
 from duplex_sidecar.ledger.journal import JournalBatch, VoiceMark
 from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.media import Trim, UnitMedia
 from duplex_sidecar.ledger.records import (
     AcceptDraft,
     CommitDraft,
+    CutDraft,
     OpeningDraft,
     PlanAction,
     PlanFacts,
     PromptIds,
     PromptRows,
+    TruncatedDraft,
     UnitInput,
 )
 from duplex_sidecar.ledger.store import Ledger
@@ -77,6 +80,33 @@ def commit_draft(seq: int, *, epoch: int = 0, turn: int = 1, turn_end: bool = Fa
         decision="speak",
         turn_end=turn_end,
         plan=plan_facts(),
+    )
+
+
+def truncated_draft(seq: int, unit: int, token_index: int = 1) -> TruncatedDraft:
+    return TruncatedDraft(
+        seq=seq,
+        turn=1,
+        unit=unit,
+        token_index=token_index,
+        through=seq,
+        played_ms=100,
+        ends_turn=False,
+    )
+
+
+def cut_of(draft: CutDraft, first_seq: int, *, events: int = 1, client_applied: str = "") -> Cut:
+    """A cut with that entry, whose events begin at `first_seq`."""
+    return Cut(
+        draft=draft,
+        state=noise(f"cut {draft.seq}", 500),
+        voice_state=noise(f"cut voice {draft.seq}", 100),
+        events=JournalBatch(
+            unit=draft.seq,
+            first_seq=first_seq,
+            events=tuple(noise(f"cut event {first_seq + n}", 200) for n in range(events)),
+        ),
+        client_applied=client_applied,
     )
 
 
@@ -155,6 +185,9 @@ class Writer:
         self.head = await self.ledger.commit(
             self.lease, self.head, draft, state=state_after(seq), trim=trim or Trim()
         )
+
+    async def cut(self, cut: Cut) -> None:
+        self.head = await self.ledger.cut(self.lease, self.head, cut)
 
     async def unit(self, seq: int, *, trim: Trim | None = None) -> None:
         await self.accept(seq)

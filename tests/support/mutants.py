@@ -1,4 +1,4 @@
-"""Ten ways to build the product wrong, each a patch that exists in tests alone."""
+"""Ways to build the product wrong, each a patch that exists in tests alone."""
 
 import asyncio
 import hashlib
@@ -11,11 +11,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from duplex_sidecar.ledger import scripts, store
 from duplex_sidecar.ledger.call import ScriptName
+from duplex_sidecar.ledger.client_record import AppliedCommand, ClientRecord
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.lease import boottime_ms
 from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.protocol.commands import AcknowledgePlayback
 from duplex_sidecar.protocol.events import InputAccepted
-from duplex_sidecar.session import assembly, unit
+from duplex_sidecar.session import assembly, client_commands, unit
+from duplex_sidecar.session.conversation import Speech
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.unit import UnitRunner
 
@@ -181,3 +184,28 @@ def wait_elsewhere(patch: Patch) -> None:
         return answer
 
     patch.setattr(Connection, "_confirmed", elsewhere)
+
+
+def numbers_not_kept(patch: Patch) -> None:
+    """A command is applied, and its number is not written with it."""
+    patch.setattr(client_commands, "encode_client_record", lambda record: "")
+
+
+def applied_again(patch: Patch) -> None:
+    """Nobody asks whether a command was applied before."""
+
+    def then(self: ClientRecord, command: AppliedCommand) -> ClientRecord:
+        return ClientRecord((*self.applied, command))
+
+    patch.setattr(client_commands, "is_new", lambda record, command: True)
+    patch.setattr(ClientRecord, "then", then)
+
+
+def played_whatever_is_said(patch: Patch) -> None:
+    """What a client acknowledges counts, twice as much even, and the journal is trimmed for it."""
+
+    def twice(command: AcknowledgePlayback, speech: Speech) -> tuple[int, int]:
+        return command.turn, 2 * command.played_samples
+
+    patch.setattr(client_commands, "_played", twice)
+    rewrite(patch, "samples > of_it", "false", only=ScriptName.CLIENT)

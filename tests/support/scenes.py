@@ -7,6 +7,7 @@ from contextlib import suppress
 from fake_stage import Pause
 from session_kit import Terms, eventually
 from support.histories import Lost, Member, Person, World, converse
+from support.interrupters import Interrupter
 from support.resp_proxy import Deed, Plan, Seen
 
 UNITS = 14
@@ -200,3 +201,29 @@ async def slow_renewal(world: World, session: str) -> None:
     world.sockets.hang_up(person.client)
     with suppress(Lost):
         await talking
+
+
+async def interrupted(world: World, session: str) -> None:
+    """The client stops replies, takes back what it has not heard, says what it has played."""
+    await converse(world, Interrupter(world, session), TERMS, UNITS, first=await world.start())
+
+
+class DyingAtCut(Plan):
+    """The first truncation is in the ledger, and nobody is told of it."""
+
+    def __init__(self, world: World, member: Member) -> None:
+        self._world = world
+        self._member = member
+
+    async def after(self, command: Seen) -> Deed:
+        if (command.facts.name, command.nth) != ("cut", 1):
+            return Deed.PASS
+        self._world.kill(self._member)
+        return Deed.CUT
+
+
+async def interrupted_death(world: World, session: str) -> None:
+    """The owner dies with a command applied that nobody was told of; the client says it again."""
+    here = await world.start()
+    here.proxy.plan = DyingAtCut(world, here)
+    await converse(world, Interrupter(world, session), TERMS, UNITS, first=here)

@@ -208,6 +208,8 @@ class SocketProxy:
                 resumes_after=facts.resumes_after,
                 oldest=facts.oldest,
                 problem=facts.problem,
+                played=facts.played,
+                applied=facts.applied,
             )
         )
 

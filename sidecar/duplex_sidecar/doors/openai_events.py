@@ -16,17 +16,20 @@ from duplex_sidecar.protocol.events import (
     Alive,
     Audio,
     Closed,
+    CommandApplied,
     Event,
     Failure,
     InputAccepted,
     InputCleared,
     InputFormatSet,
+    PlaybackAcknowledged,
     ResyncRequired,
     Sequenced,
     SessionOpened,
     Transcript,
     TurnMark,
     TurnStep,
+    TurnTruncated,
     UnitDone,
 )
 
@@ -87,6 +90,18 @@ def _unsequenced(event: Event, session: str, model: str) -> dict[str, Any]:
             return {"type": "input_audio_buffer.cleared"}
         case ResyncRequired():
             return {"type": "session.resync_required", "duplex": msgspec.to_builtins(event)}
+        case PlaybackAcknowledged():
+            return {
+                "type": "playback.acknowledged",
+                "item_id": f"item_{session}_{event.turn}",
+                "duplex": {"played_samples": event.played_samples},
+            }
+        case CommandApplied():
+            return {
+                "type": "session.command_applied",
+                "client_event_id": event.event_id,
+                "duplex": {"client_sequence": event.client_sequence},
+            }
         case Alive():
             return {"type": "session.heartbeat_ack", "client_event_id": event.event_id}
         case Failure():
@@ -133,6 +148,14 @@ def _sequenced(event: Sequenced, session: str) -> dict[str, Any]:
                 "delta": body.pcm_s16le,
                 "duplex": facts,
             } | names
+        case TurnTruncated():
+            return {
+                "type": "conversation.item.truncated",
+                "item_id": names["item_id"],
+                "content_index": 0,
+                "audio_end_ms": body.heard_ms,
+                "duplex": {"unit": body.unit, "taken_back_tokens": body.taken_back_tokens},
+            }
         case TurnMark():
             return _turn_mark(body, names)
 
@@ -145,16 +168,18 @@ def _turn_mark(mark: TurnMark, names: dict[str, Any]) -> dict[str, Any]:
         "object": "realtime.item",
         "type": "message",
         "role": "assistant",
-        "status": "completed" if closing else "in_progress",
+        "status": _item_status(mark) if closing else "in_progress",
         "content": [{"type": "output_audio", "transcript": mark.text}] if closing else [],
     }
     response = {
         "id": response_id,
         "object": "realtime.response",
-        "status": "completed" if mark.step is TurnStep.ENDED else "in_progress",
+        "status": _response_status(mark),
         "output": [item] if mark.step is TurnStep.ENDED else [],
         "output_modalities": ["audio"],
     }
+    if mark.step is TurnStep.ENDED and mark.cancelled:
+        response["status_details"] = {"type": "cancelled", "reason": "client_cancelled"}
     part = {"type": "audio", "transcript": mark.text}
     of_item = {"response_id": response_id, "output_index": 0, "item": item}
     match mark.step:
@@ -181,3 +206,13 @@ def _turn_mark(mark: TurnMark, names: dict[str, Any]) -> dict[str, Any]:
                 "response": response,
                 "duplex": {"samples": mark.samples, "unit": mark.unit},
             }
+
+
+def _item_status(mark: TurnMark) -> str:
+    return "incomplete" if mark.cancelled else "completed"
+
+
+def _response_status(mark: TurnMark) -> str:
+    if mark.step is not TurnStep.ENDED:
+        return "in_progress"
+    return "cancelled" if mark.cancelled else "completed"

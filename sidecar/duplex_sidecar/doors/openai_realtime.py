@@ -84,7 +84,7 @@ async def _read(websocket: WebSocket, attachment: Attachment) -> None:
     while True:
         raw = await _receive(websocket)
         try:
-            command = parse_message(raw)
+            command = parse_message(raw, attachment.session)
             if isinstance(command, Resume):
                 raise WireError(
                     ErrorCode.OUT_OF_ORDER_EVENT,

@@ -4,19 +4,23 @@ What it hears is `doors.openai_events`. Of our own are the fields that the publi
 have, such as `from_sample` or `video_frames`.
 """
 
+import re
 from typing import Annotated, Any
 
 import msgspec
 
 from duplex_sidecar.protocol.commands import (
+    AcknowledgePlayback,
     AppendInput,
     AudioEncoding,
+    CancelReply,
     ClearInput,
     Close,
     Command,
     CommitInput,
     Heartbeat,
     SetInputFormat,
+    TruncateReply,
 )
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 
@@ -34,21 +38,20 @@ _Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)]
 _Position = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Beyond 2**53 a JSON number is no exact one in most clients."""
 
-UNSUPPORTED_TYPES = frozenset(
-    {
-        "response.create",
-        "response.cancel",
-        "conversation.item.create",
-        "conversation.item.delete",
-        "conversation.item.truncate",
-        "conversation.item.retrieve",
-        "output_audio_buffer.clear",
-        "input.text.append",
-        "playback.ack",
-        "barge_in",
-    }
-)
-"""Public event types that this door knows and answers with `unsupported_event`."""
+_Sequence = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+UNSUPPORTED_TYPES = {
+    "response.create": "the model decides by itself when it speaks",
+    "conversation.item.create": "a conversation is made of seconds of sound; initialText opens it",
+    "conversation.item.delete": "seconds of sound cannot be taken out; conversation.item.truncate"
+    " takes back what the user has not heard",
+    "conversation.item.retrieve": "items are not kept; their events are, for a while",
+    "output_audio_buffer.clear": "no sound waits here, it has been sent; stop playing it, then"
+    " response.cancel and conversation.item.truncate",
+    "input.text.append": "the model hears, it does not read",
+    "barge_in": "response.cancel stops the reply, conversation.item.truncate takes back its rest",
+}
+"""Public event types that this door knows and answers with `unsupported_event`, and why."""
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,13 +61,15 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
 
 class _AudioInput(msgspec.Struct, forbid_unknown_fields=True):
     format: _Format | None = None
-    turn_detection: None = None
-    noise_reduction: None = None
-    transcription: None = None
+    turn_detection: Any = None
+    noise_reduction: Any = None
+    transcription: Any = None
 
 
 class _AudioOutput(msgspec.Struct, forbid_unknown_fields=True):
     format: _Format | None = None
+    voice: Any = None
+    speed: Any = None
 
 
 class _AudioSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,6 +86,7 @@ class _Settings(msgspec.Struct):
 class _SessionUpdate(msgspec.Struct, tag_field="type", tag="session.update"):
     session: dict[str, Any]
     event_id: _Id | None = None
+    client_sequence: _Sequence | None = None
 
 
 class _Append(
@@ -103,6 +109,29 @@ class _Commit(msgspec.Struct, tag_field="type", tag="input_audio_buffer.commit")
 
 class _Clear(msgspec.Struct, tag_field="type", tag="input_audio_buffer.clear"):
     event_id: _Id | None = None
+
+
+class _Cancel(msgspec.Struct, tag_field="type", tag="response.cancel"):
+    response_id: _Id | None = None
+    event_id: _Id | None = None
+    client_sequence: _Sequence | None = None
+
+
+class _Truncate(msgspec.Struct, tag_field="type", tag="conversation.item.truncate"):
+    item_id: _Id
+    audio_end_ms: _Position
+    content_index: int = 0
+    event_id: _Id | None = None
+    client_sequence: _Sequence | None = None
+
+
+class _PlaybackAck(
+    msgspec.Struct, tag_field="type", tag="playback.ack", forbid_unknown_fields=True
+):
+    item_id: _Id
+    played_samples: _Position
+    event_id: _Id | None = None
+    client_sequence: _Sequence | None = None
 
 
 class _Heartbeat(msgspec.Struct, tag_field="type", tag="session.heartbeat"):
@@ -133,6 +162,9 @@ _WIRE_TYPES: dict[str, type[msgspec.Struct]] = {
     _APPEND: _Append,
     "input_audio_buffer.commit": _Commit,
     "input_audio_buffer.clear": _Clear,
+    "response.cancel": _Cancel,
+    "conversation.item.truncate": _Truncate,
+    "playback.ack": _PlaybackAck,
     "session.heartbeat": _Heartbeat,
     "session.close": _Close,
     "session.resume": Resume,
@@ -140,9 +172,10 @@ _WIRE_TYPES: dict[str, type[msgspec.Struct]] = {
 _decode_head = msgspec.json.Decoder(_Head).decode
 _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in _WIRE_TYPES.items()}
 
-_IMMUTABLE = frozenset(
-    {"instructions", "model", "voice", "ref_audio", "ref_audio_path", "tools", "prompt"}
-)
+_SETTABLE = frozenset({"type", "audio", "output_modalities"})
+_OUTPUT_MODALITIES = ("audio",)
+_NAME = re.compile(r"(?P<kind>resp|item)_(?P<session>.{1,64})_(?P<turn>[1-9][0-9]{0,8})")
+_NAMED = {"resp": "response", "item": "item"}
 _ENCODINGS = {
     "audio/pcm": AudioEncoding.PCM16,
     "audio/pcmu": AudioEncoding.G711_ULAW,
@@ -163,8 +196,9 @@ class WireError(ClientError):
         self.event_id = event_id
 
 
-def parse_message(raw: str | bytes) -> Command | Resume:
-    """One wire message to a command. Raises WireError with the offending event's id."""
+def parse_message(raw: str | bytes, session: str | None = None) -> Command | Resume:
+    """One wire message to a command. session: whose items and responses it may name, None: not
+    looked at. Raises WireError with the offending event's id."""
     if len(raw) > MAX_MESSAGE_BYTES:
         raise WireError(ErrorCode.EVENT_TOO_LARGE, f"at most {MAX_MESSAGE_BYTES} bytes", None)
     try:
@@ -176,9 +210,8 @@ def parse_message(raw: str | bytes) -> Command | Resume:
     except RecursionError:
         raise _too_deep(None) from None
     if head.type in UNSUPPORTED_TYPES:
-        raise WireError(
-            ErrorCode.UNSUPPORTED_EVENT, f"{head.type} is not supported", head.event_id, "type"
-        )
+        detail = f"{head.type} is not served: {UNSUPPORTED_TYPES[head.type]}"
+        raise WireError(ErrorCode.UNSUPPORTED_EVENT, detail, head.event_id, "type")
     if head.type != _APPEND and len(raw) > MAX_CONTROL_BYTES:
         detail = f"an event without sound may have {MAX_CONTROL_BYTES} bytes"
         raise WireError(ErrorCode.INVALID_EVENT, detail, head.event_id)
@@ -188,7 +221,7 @@ def parse_message(raw: str | bytes) -> Command | Resume:
             ErrorCode.UNKNOWN_EVENT, f"unknown event type {head.type[:80]!r}", head.event_id, "type"
         )
     try:
-        return _to_command(decoder.decode(raw))
+        return _to_command(decoder.decode(raw), session)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), head.event_id) from None
     except RecursionError:
@@ -211,7 +244,7 @@ def _invalid(reason: str, event_id: str | None) -> WireError:
     return WireError(ErrorCode.INVALID_FRAME, "not valid base64", event_id, "video_frames")
 
 
-def _to_command(wire: msgspec.Struct) -> Command | Resume:
+def _to_command(wire: msgspec.Struct, session: str | None) -> Command | Resume:
     match wire:
         case _Append():
             if len(wire.video_frames) > MAX_FRAMES_PER_APPEND:
@@ -228,6 +261,19 @@ def _to_command(wire: msgspec.Struct) -> Command | Resume:
             return CommitInput(wire.event_id)
         case _Clear():
             return ClearInput(wire.event_id)
+        case _Cancel():
+            turn = wire.response_id and _turn_of("resp", wire.response_id, session)
+            return CancelReply(turn or None, wire.event_id, wire.client_sequence)
+        case _Truncate():
+            if wire.content_index != 0:
+                raise ClientError(ErrorCode.PLAYBACK_ITEM_NOT_FOUND, param="content_index")
+            turn = _turn_of("item", wire.item_id, session)
+            return TruncateReply(turn, wire.audio_end_ms, wire.event_id, wire.client_sequence)
+        case _PlaybackAck():
+            turn = _turn_of("item", wire.item_id, session)
+            return AcknowledgePlayback(
+                turn, wire.played_samples, wire.event_id, wire.client_sequence
+            )
         case _Heartbeat():
             return Heartbeat(wire.event_id)
         case _Close():
@@ -240,14 +286,40 @@ def _to_command(wire: msgspec.Struct) -> Command | Resume:
             raise ClientError(ErrorCode.UNKNOWN_EVENT)
 
 
+def _turn_of(kind: str, name: str, session: str | None) -> int:
+    """The turn of `resp_<session>_<turn>` or `item_<session>_<turn>`."""
+    found = _NAME.fullmatch(name)
+    if found and found["kind"] == kind and session in (None, found["session"]):
+        return int(found["turn"])
+    raise ClientError(ErrorCode.PLAYBACK_ITEM_NOT_FOUND, param=f"{_NAMED[kind]}_id")
+
+
+def _require_settable(settings: _Settings) -> None:
+    """What this door has no choice of may be said as it is, or not at all."""
+    audio = settings.audio or _AudioSettings()
+    heard, spoken = audio.input or _AudioInput(), audio.output or _AudioOutput()
+    fixed = {
+        "output_modalities": settings.output_modalities not in (None, _OUTPUT_MODALITIES),
+        "audio.input.turn_detection": heard.turn_detection is not None,
+        "audio.input.noise_reduction": heard.noise_reduction is not None,
+        "audio.input.transcription": heard.transcription is not None,
+        "audio.output.voice": spoken.voice is not None,
+        "audio.output.speed": spoken.speed is not None,
+    }
+    for name, differs in fixed.items():
+        if differs:
+            raise ClientError(ErrorCode.IMMUTABLE_SETTING, param=f"session.{name}")
+
+
 def _settings(wire: _SessionUpdate) -> SetInputFormat:
     for key in wire.session:
-        if key in _IMMUTABLE:
-            raise ClientError(ErrorCode.IMMUTABLE_SETTING, param=f"session.{key}")
         if "window" in key:
             param = f"session.{key[:80]}"
             raise ClientError(ErrorCode.SLIDING_WINDOW_UPDATE_UNSUPPORTED, param=param)
+        if key not in _SETTABLE:
+            raise ClientError(ErrorCode.IMMUTABLE_SETTING, param=f"session.{key[:80]}")
     settings = msgspec.convert(wire.session, _Settings)
+    _require_settable(settings)
     audio_input = settings.audio.input if settings.audio else None
     audio_output = settings.audio.output if settings.audio else None
     if audio_output and audio_output.format:
@@ -271,4 +343,4 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
     rate_hz = wanted.rate if wanted.rate is not None else _DEFAULT_RATES_HZ.get(wanted.type)
     if rate_hz is None or not 8_000 <= rate_hz <= 192_000:
         raise ClientError(ErrorCode.INVALID_SAMPLE_RATE, param="session.audio.input.format.rate")
-    return SetInputFormat(encoding, rate_hz, wire.event_id)
+    return SetInputFormat(encoding, rate_hz, wire.event_id, wire.client_sequence)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from duplex_sidecar.history import rules_client, rules_ledger, rules_window
+from duplex_sidecar.history import rules_client, rules_commands, rules_ledger, rules_window
 from duplex_sidecar.history.observations import Command, Frame, Observation, Run
 from duplex_sidecar.history.sessions import SessionHistory, by_session
 from duplex_sidecar.history.verdict import Counts, Report, Rule, Violation
@@ -26,6 +26,9 @@ _RULES: tuple[Callable[[SessionHistory], Iterator[Violation]], ...] = (
     rules_client.each_sample_once,
     rules_client.epochs,
     rules_client.spoken_under_a_lease,
+    rules_commands.commands_once,
+    rules_commands.commands_are_durable,
+    rules_commands.played,
     rules_window.answers,
     rules_window.window,
 )
@@ -90,5 +93,6 @@ def _counted(session: SessionHistory) -> Counts:
         refused_zombie_writes=sum(c.reply[:1] == ("lost",) for c in session.executed),
         redos=entries.count("redo"),
         resends=sum(count > 1 for count in sends.values()),
+        cuts=entries.count("truncated") + entries.count("cancelled"),
         takeovers=sum(a != b for a, b in itertools.pairwise(acquired)),
     )

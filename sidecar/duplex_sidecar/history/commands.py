@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from duplex_sidecar.history.observations import ChainWrite, EventFacts, JournalWrite
+from duplex_sidecar.history.observations import (
+    ChainWrite,
+    ClientWrite,
+    EventFacts,
+    JournalWrite,
+    Playback,
+)
 from duplex_sidecar.ledger.call import ScriptName
 from duplex_sidecar.ledger.keys import session_of
 from duplex_sidecar.window.state import WindowState
@@ -18,7 +24,8 @@ MAX_TEXT_CHARACTERS = 120
 
 _EVENTS_AT = 14
 _STATE_AT = 7
-_CHAIN = frozenset({ScriptName.ACCEPT, ScriptName.COMMIT, ScriptName.NOTE})
+_CUT_CLIENT_AT, _CUT_FIRST_EVENT_AT = 9, 10
+_CHAIN = frozenset({ScriptName.ACCEPT, ScriptName.COMMIT, ScriptName.NOTE, ScriptName.CUT})
 OWNERS_SCRIPTS = frozenset(
     {
         *_CHAIN,
@@ -29,6 +36,7 @@ OWNERS_SCRIPTS = frozenset(
         ScriptName.HAND_OVER,
         ScriptName.RESPEAK,
         ScriptName.TOKEN,
+        ScriptName.CLIENT,
     }
 )
 """They begin with the owner's fence and nonce."""
@@ -42,7 +50,7 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     fence: int | None = None
     nonce: str | None = None
     operation: str | None = None
-    write: ChainWrite | JournalWrite | None = None
+    write: ChainWrite | JournalWrite | ClientWrite | None = None
     arguments: tuple[str, ...] = ()
 
 
@@ -121,29 +129,55 @@ def _operation(script: str, arguments: Sequence[bytes]) -> str | None:
     return None
 
 
-def _write(script: str, arguments: Sequence[bytes]) -> ChainWrite | JournalWrite | None:
+def _write(
+    script: str, arguments: Sequence[bytes]
+) -> ChainWrite | JournalWrite | ClientWrite | None:
     if script in _CHAIN:
-        record = arguments[6]
-        window = _window(arguments[_STATE_AT]) if script == ScriptName.COMMIT else None
-        head = _decode_head(record)
-        return ChainWrite(
-            head.kind,
-            int(arguments[4]),
-            arguments[3].decode(),
-            arguments[5].decode(),
-            record.decode(),
-            window,
-        )
+        return _chained(script, arguments)
+    if script == ScriptName.CLIENT:
+        applied, turn, samples, through = arguments[2:6]
+        played = Playback(int(turn), int(samples)) if turn else None
+        return ClientWrite(_newest(applied), played, int(through) if turn else 0)
     if script == ScriptName.CREATE:
         head = _decode_head(arguments[2])
         return ChainWrite(
             head.kind, 0, head.prev_hash, arguments[1].decode(), arguments[2].decode()
         )
     if script == ScriptName.JOURNAL:
-        first = int(arguments[4])
-        events = [_event(first + place, data) for place, data in enumerate(arguments[_EVENTS_AT:])]
-        return JournalWrite(int(arguments[3]), first, tuple(events))
+        return _journaled(int(arguments[3]), int(arguments[4]), arguments[_EVENTS_AT:])
     return None
+
+
+def _chained(script: str, arguments: Sequence[bytes]) -> ChainWrite:
+    record, seq = arguments[6], int(arguments[4])
+    journaled: JournalWrite | None = None
+    client_sequence: int | None = None
+    if script == ScriptName.CUT:
+        first = int(arguments[_CUT_FIRST_EVENT_AT])
+        journaled = _journaled(seq, first, arguments[_CUT_FIRST_EVENT_AT + 1 :])
+        client_sequence = _newest(arguments[_CUT_CLIENT_AT])
+    with_state = script in (ScriptName.COMMIT, ScriptName.CUT)
+    return ChainWrite(
+        _decode_head(record).kind,
+        seq,
+        arguments[3].decode(),
+        arguments[5].decode(),
+        record.decode(),
+        _window(arguments[_STATE_AT]) if with_state else None,
+        journaled,
+        client_sequence,
+    )
+
+
+def _journaled(unit: int, first: int, events: Sequence[bytes]) -> JournalWrite:
+    found = [_event(first + place, data) for place, data in enumerate(events)]
+    return JournalWrite(unit, first, tuple(found))
+
+
+def _newest(applied: bytes) -> int | None:
+    """Of the numbers of a client's commands, as the ledger keeps them; None: nothing is said."""
+    words = applied.split()
+    return int(words[-1].partition(b":")[0]) if words else None
 
 
 def _window(state: bytes) -> WindowState | None:

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import msgspec
 
-from duplex_sidecar.history.observations import Acknowledged, EventFacts, Opened
+from duplex_sidecar.history.observations import Acknowledged, EventFacts, Opened, Playback
 
 _KINDS = {
     "response.output_audio.delta": "audio",
     "response.output_audio_transcript.delta": "transcript",
     "duplex.unit": "unit_done",
+    "conversation.item.truncated": "turn_truncated",
 }
 
 
@@ -29,6 +30,8 @@ class FrameFacts(msgspec.Struct, frozen=True, kw_only=True):
     resumes_after: int | None = None
     oldest: int | None = None
     problem: str | None = None
+    played: Playback | None = None
+    applied: int | None = None
 
 
 UNREADABLE = FrameFacts(type="unreadable")
@@ -53,12 +56,23 @@ def _facts(message: dict[str, Any], payload: bytes) -> FrameFacts:
             acknowledged = Acknowledged(more["unit"], more["from_sample"], more["to_sample"])
             return FrameFacts(type=kind, acknowledged=acknowledged)
         case "session.created" | "session.resumed":
-            opened = Opened(more["session"], more["acknowledged_sample"], more["last_sequence"])
+            opened = Opened(
+                more["session"],
+                more["acknowledged_sample"],
+                more["last_sequence"],
+                more.get("client_sequence", 0),
+            )
             return FrameFacts(type=kind, opened=opened)
         case "session.resync_required":
             return FrameFacts(type=kind, oldest=more["oldest"])
         case "session.resume":
             return FrameFacts(type=kind, resumes_after=message["last_received_server_event_seq"])
+        case "playback.acknowledged":
+            turn = _number_of(message["item_id"])
+            played = Playback(turn, more["played_samples"]) if turn is not None else None
+            return FrameFacts(type=kind, played=played)
+        case "session.command_applied":
+            return FrameFacts(type=kind, applied=more["client_sequence"])
         case "error":
             return FrameFacts(type=kind, problem=message["error"]["code"])
         case "session.closed":
@@ -87,7 +101,13 @@ def _event(message: dict[str, Any], more: dict[str, Any], payload: bytes) -> Eve
 
 
 def _turn(message: dict[str, Any]) -> int | None:
-    """The number at the end of the response's id."""
-    name = message.get("response_id") or (message.get("response") or {}).get("id") or ""
+    """The number at the end of the response's id, or of the item's."""
+    response = message.get("response") or {}
+    return _number_of(
+        message.get("response_id") or response.get("id") or message.get("item_id") or ""
+    )
+
+
+def _number_of(name: object) -> int | None:
     number = str(name).rpartition("_")[2]
     return int(number) if number.isdigit() else None

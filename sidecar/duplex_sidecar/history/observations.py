@@ -46,9 +46,17 @@ class EventFacts(msgspec.Struct, frozen=True, kw_only=True):
     turn_samples: int | None = None
 
 
+class JournalWrite(msgspec.Struct, frozen=True, tag_field="write", tag="journal"):
+    unit: int
+    first_sequence: int
+    events: tuple[EventFacts, ...]
+
+
 class ChainWrite(msgspec.Struct, frozen=True, tag_field="write", tag="chain"):
     """entry: the record's kind (opening, accepted, committed, redo, ...). window: of the state that
-    is written with a commit, None where there is none or it cannot be read."""
+    is written with a commit or a cut, None where there is none or it cannot be read. journaled:
+    the events that are written with a cut. client_sequence: newest number of a client's command
+    that is applied with it, None where it says nothing of that."""
 
     entry: str
     seq: int
@@ -56,12 +64,24 @@ class ChainWrite(msgspec.Struct, frozen=True, tag_field="write", tag="chain"):
     hash: str
     record: str
     window: WindowState | None = None
+    journaled: JournalWrite | None = None
+    client_sequence: int | None = None
 
 
-class JournalWrite(msgspec.Struct, frozen=True, tag_field="write", tag="journal"):
-    unit: int
-    first_sequence: int
-    events: tuple[EventFacts, ...]
+class Playback(msgspec.Struct, frozen=True):
+    """24 kHz samples of a turn that a client has played."""
+
+    turn: int
+    samples: int
+
+
+class ClientWrite(msgspec.Struct, frozen=True, tag_field="write", tag="client"):
+    """What a client said. client_sequence: as in ChainWrite. played, through_event: what it has
+    played, and the newest event that leaves the journal for it."""
+
+    client_sequence: int | None
+    played: Playback | None
+    through_event: int
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="command"):
@@ -80,7 +100,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     fence: int | None
     nonce: str | None
     operation: str | None
-    write: ChainWrite | JournalWrite | None
+    write: ChainWrite | JournalWrite | ClientWrite | None
     arguments: tuple[str, ...]
     seen_ns: int
     sent: bool
@@ -111,6 +131,7 @@ class Opened(msgspec.Struct, frozen=True):
     session: str
     acknowledged_sample: int
     last_sequence: int
+    client_sequence: int = 0
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frame"):
@@ -118,7 +139,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fr
     counts them. down: from the server. passed_on: whether the other side got it.
 
     resumes_after: of a `session.resume`. oldest: of a `session.resync_required`. problem: code of
-    an error, or reason of `session.closed`.
+    an error, or reason of `session.closed`. played: of a `playback.acknowledged`. applied: of a
+    `session.command_applied`.
     """
 
     client: str
@@ -136,6 +158,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fr
     resumes_after: int | None = None
     oldest: int | None = None
     problem: str | None = None
+    played: Playback | None = None
+    applied: int | None = None
 
 
 # --- the rest -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ answers are those of the same input when nothing happens."""
 from collections.abc import Iterator
 
 import msgspec
+from msgspec import structs
 
 from duplex_api.resolve import ResolvedCamera
 from duplex_api.window import ResolvedWindow, WindowBoundary
@@ -17,6 +18,7 @@ from duplex_sidecar.ledger.records import (
     PlanFacts,
     PromptIds,
     PromptRows,
+    Truncated,
 )
 from duplex_sidecar.window.plan import plan
 from duplex_sidecar.window.policy import policy_of
@@ -64,9 +66,6 @@ def _why_not(history: SessionHistory) -> str | None:
         return "a camera's positions are not in the records"
     if _window(opening).boundary is not WindowBoundary.UNIT:
         return "boundaries of sentences are not in the records"
-    kinds = {line.kind for line in history.lines}
-    if "truncated" in kinds:
-        return "a truncation is not replayed"
     if len(history.lines) > 1 and history.lines[1].seq > 1:
         return "the first units were trimmed"
     return None
@@ -82,7 +81,14 @@ def window(history: SessionHistory) -> Iterator[Violation]:
     policy, options = policy_of(_window(opening)), _window(opening)
     states = _committed_windows(history)
     state, completed = EMPTY_WINDOW, ()
+    said: dict[int, tuple[int, ...]] = {}
     for line in history.lines:
+        if line.kind == "truncated":
+            state, completed = _taken_back(state, said, line, layout)
+            if _named(states.get(line.hash, state)) != _named(state):
+                text = f"cut after unit {line.seq}: the state has another window than the replay"
+                yield Violation(Rule.WINDOW_DIFFERS, session, text)
+                return
         if line.kind != "unit" or line.input is None:
             continue
         accepted, committed = _records(line)
@@ -106,6 +112,39 @@ def window(history: SessionHistory) -> Iterator[Violation]:
             yield Violation(Rule.WINDOW_DIFFERS, session, text)
             return
         completed = line.token_ids[:-1] if line.terminator else line.token_ids
+        said[line.seq] = completed
+
+
+def _taken_back(
+    state: WindowState, said: dict[int, tuple[int, ...]], line: Line, layout: WindowLayout
+) -> tuple[WindowState, tuple[int, ...]]:
+    """The window after a truncation, and what is left of the last answer. Each id that is taken
+    back is a position less; an answer's terminator is only ever replaced."""
+    record = msgspec.json.decode(line.records[-1], type=Truncated)
+    gone: dict[int, int] = {}
+    for seq in range(record.unit, record.through + 1):
+        ids = said.get(seq, ())
+        said[seq] = ids[: record.token_index if seq == record.unit else 0]
+        gone[seq] = len(ids) - len(said[seq])
+    units = tuple(
+        structs.replace(
+            unit,
+            tokens=unit.tokens - gone.get(unit.seq, 0),
+            spoken_ids=tuple(id_ for id_ in said[unit.seq] if id_ not in layout.special_ids)
+            if unit.spoken_ids
+            else (),
+        )
+        for unit in state.units
+    )
+    less = sum(tokens for seq, tokens in gone.items() if seq < record.seq)
+    window = structs.replace(
+        state,
+        prompt_tokens=state.prompt_tokens - less,
+        open_start=None if state.open_start is None else state.open_start - less,
+        units=units,
+        unit_tokens=sum(unit.tokens for unit in units),
+    )
+    return window, said[record.seq]
 
 
 def _fits(decided: object, state: WindowState, recorded: PlanFacts) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 from duplex_sidecar.history.observations import (
     RESTORED,
     ChainWrite,
+    ClientWrite,
     Command,
     Frame,
     Happening,
@@ -82,10 +83,25 @@ class SessionHistory:
         found: dict[tuple[int, str | None, int], Journaled] = {}
         for command in self.executed:
             write, at_ns = command.write, command.executed_ns
+            if isinstance(write, ChainWrite):
+                write = write.journaled
             if command.done and isinstance(write, JournalWrite) and at_ns is not None:
                 key = (self.era(at_ns), command.operation, write.first_sequence)
                 found.setdefault(key, Journaled(command, write, at_ns))
         return list(found.values())
+
+    @cached_property
+    def client_writes(self) -> list[Command]:
+        """Confirmed writes that say what a client's commands did, by the time of confirmation."""
+        return [
+            command
+            for command in self.executed
+            if command.done
+            and (
+                isinstance(command.write, ClientWrite)
+                or (isinstance(command.write, ChainWrite) and command.write.journaled is not None)
+            )
+        ]
 
     @cached_property
     def executed(self) -> list[Command]:

@@ -24,6 +24,10 @@ class Rule(StrEnum):
     AUDIO_MISSING = "audio_missing"
     AUDIO_REPEATED = "audio_repeated"
     PLAYED_BEFORE_COMMIT = "played_before_commit"
+    PLAYED_BEYOND_COMMITTED = "played_beyond_committed"
+    TRIMMED_UNPLAYED = "trimmed_unplayed"
+    COMMAND_APPLIED_TWICE = "command_applied_twice"
+    COMMAND_BEFORE_DURABLE = "command_before_durable"
     EPOCH_OUT_OF_ORDER = "epoch_out_of_order"
     SPOKE_WITHOUT_LEASE = "spoke_without_lease"
     WINDOW_DIFFERS = "window_differs"
@@ -49,7 +53,8 @@ class Violation(msgspec.Struct, frozen=True):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """What happened in a history. refused_zombie_writes: scripts of an owner that had lost its
     lease. redos: notes that a unit is submitted again. resends: operations that were sent more than
-    once. takeovers: a session's lease given to another replica than before."""
+    once. takeovers: a session's lease given to another replica than before. cuts: replies that a
+    client stopped or took back."""
 
     sessions: int = 0
     commands: int = 0
@@ -61,6 +66,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     redos: int = 0
     resends: int = 0
     takeovers: int = 0
+    cuts: int = 0
 
     def plus(self, other: "Counts") -> "Counts":
         mine, its = msgspec.structs.asdict(self), msgspec.structs.asdict(other)

@@ -20,6 +20,8 @@ class ScriptName(StrEnum):
     ACCEPT = "accept"
     COMMIT = "commit"
     NOTE = "note"
+    CUT = "cut"
+    CLIENT = "client"
     RESPEAK = "respeak"
     JOURNAL = "journal"
     TOKEN = "token"

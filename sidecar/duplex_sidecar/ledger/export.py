@@ -1,4 +1,4 @@
-"""The ledger as a file: one line of JSON per unit (and per opening, truncation, closing).
+"""The ledger as a file: one line of JSON per unit (and per opening, cut, closing).
 
 Every line has the same keys. `prev_hash` of a line is `hash` of the line before: a line covers the
 entries from a unit's accept to its commit, and `records` holds their stored text, so that the file
@@ -28,8 +28,9 @@ from duplex_sidecar.ledger.session_view import LoadedSession
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `ledger.jsonl`.
 
-    kind: opening, unit, truncated or closed; a unit that is accepted only is `unit` with committed
-    false. replica: who committed it (or accepted it, if nobody has). attempts: submissions.
+    kind: opening, unit, truncated, cancelled or closed; a unit that is accepted only is `unit` with
+    committed false. replica: who committed it (or accepted it, if nobody has). attempts:
+    submissions.
     """
 
     kind: str

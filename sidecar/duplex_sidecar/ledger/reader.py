@@ -22,6 +22,7 @@ from duplex_sidecar.ledger.media import UnitMedia, check_blob, unpack_blobs
 from duplex_sidecar.ledger.records import (
     GENESIS_HASH,
     Accepted,
+    Cancelled,
     Committed,
     Entry,
     Opening,
@@ -101,6 +102,20 @@ class LedgerReader:
             except _Trimmed:
                 await asyncio.sleep(0)
         raise LedgerUnavailable(session, "its window slides faster than it can be read")
+
+    async def entries(self, session: str) -> tuple[Entry, ...]:
+        """The entries after the opening that are kept, checked, without any blob. Raises as `load`
+        does."""
+        keys = session_keys(session)
+        meta, stored = await self._connection.read_at_once(
+            session, (("HGETALL", keys.meta), ("HGETALL", keys.entries))
+        )
+        if not meta:
+            raise SessionUnknown(session, "not in the ledger")
+        parsed = parse_meta(session, cast("dict[bytes, bytes]", meta))
+        if parsed.phase is Phase.ERASED:
+            raise SessionErased(session, "erased")
+        return read_chain(session, parsed, cast("dict[bytes, bytes]", stored))[1]
 
     async def events_after(
         self, session: str, seq: int, *, limit_bytes: int = 1024 * 1024
@@ -268,7 +283,10 @@ def _committed_state(
     expected = opening.state_sha256
     for entry in entries:
         record = entry.record
-        if isinstance(record, (Committed, Truncated)) and record.state_sha256 is not None:
+        if (
+            isinstance(record, (Committed, Truncated, Cancelled))
+            and record.state_sha256 is not None
+        ):
             expected = record.state_sha256
     if state is None or sha256(state) != expected:
         raise LedgerCorrupt(session, "state", "missing or different from its record")

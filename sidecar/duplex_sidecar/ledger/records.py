@@ -3,7 +3,7 @@
 An entry is the JSON bytes of one record. The stored bytes are what is hashed (sha256); each record
 holds the hash of the entry before it, so a loader finds any change by hashing alone. Units count
 from 1; the opening is seq 0. Each unit is two entries, accepted and committed, with notes (redo,
-truncated, closed) between. Pure.
+truncated, cancelled, closed) between. Pure.
 """
 
 import hashlib
@@ -187,16 +187,35 @@ class Redo(RedoDraft, frozen=True, kw_only=True, tag_field="kind", tag="redo"):
 
 
 class TruncatedDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """The client heard only `played_ms` of the reply: from token `token_index` of unit `unit` on,
-    what the model said is taken back. seq = last committed unit. Forces a rebuild."""
+    """The client heard only `played_ms` of reply `turn`: from content id `token_index` of unit
+    `unit` on, what the model said up to unit `through` is taken back. seq = last committed unit.
+    ends_turn: the reply was under way and is over with it. Forces a rebuild."""
 
     seq: int
+    turn: int
     unit: int
     token_index: int
+    through: int
     played_ms: int
+    ends_turn: bool
 
 
 class Truncated(TruncatedDraft, frozen=True, kw_only=True, tag_field="kind", tag="truncated"):
+    schema: int
+    state_sha256: str | None
+    replica: str
+    at_ms: int
+    prev_hash: str
+
+
+class CancelledDraft(msgspec.Struct, frozen=True, kw_only=True):
+    """The client stopped reply `turn` behind unit `seq`; nothing that was said is taken back."""
+
+    seq: int
+    turn: int
+
+
+class Cancelled(CancelledDraft, frozen=True, kw_only=True, tag_field="kind", tag="cancelled"):
     schema: int
     state_sha256: str | None
     replica: str
@@ -219,8 +238,10 @@ class Closed(ClosedDraft, frozen=True, kw_only=True, tag_field="kind", tag="clos
     prev_hash: str
 
 
-NoteDraft = RedoDraft | TruncatedDraft | ClosedDraft
-Note = Redo | Truncated | Closed
+CutDraft = TruncatedDraft | CancelledDraft
+"""They change what the session remembers: a state comes with them."""
+NoteDraft = RedoDraft | CutDraft | ClosedDraft
+Note = Redo | Truncated | Cancelled | Closed
 Record = Opening | Accepted | Committed | Note
 
 
@@ -231,6 +252,7 @@ def note(
     kinds: dict[type[NoteDraft], type[Note]] = {
         RedoDraft: Redo,
         TruncatedDraft: Truncated,
+        CancelledDraft: Cancelled,
         ClosedDraft: Closed,
     }
     return kinds[type(draft)](
@@ -338,10 +360,32 @@ def check_order(session: str, entries: Sequence[Entry]) -> None:
                 committed, opened = record.seq, None
             case Redo():
                 fits = record.seq == opened
-            case Truncated():
+            case Truncated() | Cancelled():
                 fits = opened is None and record.seq == committed
             case Closed():
                 fits = record.seq == committed
         if not fits:
             name = f"entry {entry.index} ({describe(record)})"
             raise LedgerCorrupt(session, name, f"out of place after unit {committed}")
+
+
+def kept_tokens(entries: Sequence[Entry]) -> dict[int, int]:
+    """How many content ids are left of each unit of which a truncation took some back."""
+    kept: dict[int, int] = {}
+    for entry in entries:
+        record = entry.record
+        if isinstance(record, Truncated):
+            for seq in range(record.unit, record.through + 1):
+                here = record.token_index if seq == record.unit else 0
+                kept[seq] = min(kept.get(seq, here), here)
+    return kept
+
+
+def stopped_units(entries: Sequence[Entry]) -> set[int]:
+    """Units behind which a reply was stopped."""
+    return {
+        entry.record.seq
+        for entry in entries
+        if isinstance(entry.record, Cancelled)
+        or (isinstance(entry.record, Truncated) and entry.record.ends_turn)
+    }

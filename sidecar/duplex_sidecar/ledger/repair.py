@@ -18,7 +18,7 @@ KEPT_MS = 30_000
 KEPT_BYTES = 32 * 1024 * 1024
 """Whichever comes first; 30 s with two image blocks a second at the real shapes fit."""
 
-_CHAIN = frozenset({ScriptName.ACCEPT, ScriptName.COMMIT, ScriptName.NOTE})
+_CHAIN = frozenset({ScriptName.ACCEPT, ScriptName.COMMIT, ScriptName.NOTE, ScriptName.CUT})
 _PREVIOUS_HASH = 3
 """Index of the expected head's hash among the arguments of every write of the chain."""
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.client_record import ClientRecord, decode_client_record
 from duplex_sidecar.ledger.errors import LedgerCorrupt
 from duplex_sidecar.ledger.journal import VoiceMark
 from duplex_sidecar.ledger.media import Media
@@ -36,6 +37,8 @@ class SessionMeta(msgspec.Struct, frozen=True, kw_only=True):
     window_floor, pcm_floor: first unit whose rows and frames (PCM) are kept. records_first: index
     of the first entry kept after the opening. voiced_seq: last unit of which nothing is left to
     journal. voice_samples: 24 kHz samples of turn `voice_turn` that are in the journal.
+    played_samples: of turn `played_turn`, as the client says; None: it never said.
+    client: the commands that it numbered.
     """
 
     phase: Phase
@@ -58,6 +61,9 @@ class SessionMeta(msgspec.Struct, frozen=True, kw_only=True):
     voiced_seq: int
     voice_turn: int | None
     voice_samples: int
+    played_turn: int | None
+    played_samples: int
+    client: ClientRecord
     token_sha256: str
     token_offered_sha256: str
 
@@ -66,7 +72,7 @@ class LoadedSession(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a replica needs to go on; the chain and every blob have been checked.
 
     entries: those after the opening that are kept, oldest first.
-    state: the opaque blob given with the last commit (or truncation, or creation).
+    state: the opaque blob given with the last commit (or cut, or creation).
     accepted_state: the one given with the open unit's accept, None if none was.
     voice_state: the opaque blob given with the last journal call that had one, after `voice_unit`.
     media: blobs by unit, as far as the floors keep them. marks: what sounded of the present turn
@@ -155,6 +161,9 @@ def parse_meta(session: str, stored: Mapping[bytes, bytes]) -> SessionMeta:
             voiced_seq=int(fields["voiced"]),
             voice_turn=int(fields["voice_turn"]) if fields["voice_turn"] else None,
             voice_samples=int(fields["voice_samples"]),
+            played_turn=int(fields["played_turn"]) if fields.get("played_turn") else None,
+            played_samples=int(fields.get("played_samples", "0")),
+            client=decode_client_record(fields.get("client_applied", "")),
             token_sha256=fields["token"],
             token_offered_sha256=fields["token_offered"],
         )

@@ -13,6 +13,7 @@ from duplex_sidecar.ledger import records
 from duplex_sidecar.ledger.archive import Archive
 from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
 from duplex_sidecar.ledger.carry import archive_session, import_session
+from duplex_sidecar.ledger.client_calls import Cut, Played, client_call, cut_call
 from duplex_sidecar.ledger.connection import Connection, Reply
 from duplex_sidecar.ledger.erase import erase_session
 from duplex_sidecar.ledger.journal import (
@@ -35,13 +36,13 @@ from duplex_sidecar.ledger.writing import (
     check_state,
     encode_record,
     new_operation,
+    noted,
     now_ms,
     optional,
 )
 
-_PLACES: dict[type[records.NoteDraft], str] = {
+_PLACES: dict[type[records.RedoDraft | records.ClosedDraft], str] = {
     records.RedoDraft: "open",
-    records.TruncatedDraft: "between",
     records.ClosedDraft: "last",
 }
 
@@ -321,32 +322,35 @@ class Ledger:
         return then
 
     async def note(
-        self, lease: Lease, head: Head, draft: records.NoteDraft, *, state: bytes | None = None
+        self, lease: Lease, head: Head, draft: records.RedoDraft | records.ClosedDraft
     ) -> Head:
-        """An entry beside the units. state: required with a `TruncatedDraft` (what the session
-        remembers has changed), not taken by the others. Raises `HeadMismatch`, `LedgerFull`."""
-        if (state is not None) != isinstance(draft, records.TruncatedDraft):
-            raise ValueError("a state comes with a truncation, and only with one")
-        record = records.note(
-            draft,
-            state_sha256=None if state is None else records.sha256(state),
-            replica=lease.replica,
-            at_ms=now_ms(),
-            prev_hash=head.hash,
-        )
-        stored = encode_record(lease.session, record)
-        digest = records.sha256(stored)
+        """An entry beside the units. Raises `HeadMismatch`, `LedgerFull`."""
+        stored, digest = noted(lease, head, draft, None)
         keys = session_keys(lease.session)
-        place = _PLACES[type(draft)]
         then = Head(head.index + 1, digest, head.committed_seq, head.open_seq)
         await self._run(
             lease.session,
             ScriptName.NOTE,
-            (keys.meta, keys.entries, keys.order, keys.state),
-            (*chained(lease, head, draft.seq, digest, stored), *optional(state), place),
+            (keys.meta, keys.entries, keys.order),
+            (*chained(lease, head, draft.seq, digest, stored), _PLACES[type(draft)]),
             then,
         )
         return then
+
+    async def cut(self, lease: Lease, head: Head, cut: Cut) -> Head:
+        """A client's command that changes what was said, with all that follows from it. Raises
+        `HeadMismatch`, `JournalMismatch`, `LedgerFull`."""
+        call, then = cut_call(lease, head, cut)
+        await self._calls.run(call)
+        return then
+
+    async def client_said(
+        self, lease: Lease, client_applied: str, played: Played | None = None
+    ) -> None:
+        """What a client says that is no part of the conversation: the numbers of its commands (""
+        leaves them as they are) and what it has played. May be sent again as it is. Raises
+        `JournalMismatch` when more would be played than has sounded."""
+        await self._calls.run(client_call(lease, client_applied, played))
 
     async def count_respeak(self, lease: Lease, seq: int, operation: str) -> int:
         """The committed unit is about to run again for its sound: how often it then has, this time

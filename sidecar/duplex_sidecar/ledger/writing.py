@@ -42,3 +42,18 @@ def new_operation() -> str:
 
 def now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def noted(
+    lease: Lease, head: Head, draft: records.NoteDraft, state: bytes | None
+) -> tuple[bytes, str]:
+    """The entry of a draft as it is stored, and its hash. Raises LedgerFull."""
+    record = records.note(
+        draft,
+        state_sha256=None if state is None else records.sha256(state),
+        replica=lease.replica,
+        at_ms=now_ms(),
+        prev_hash=head.hash,
+    )
+    stored = encode_record(lease.session, record)
+    return stored, records.sha256(stored)

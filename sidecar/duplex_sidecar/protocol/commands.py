@@ -43,11 +43,43 @@ class ClearInput(msgspec.Struct, frozen=True):
 
 
 class SetInputFormat(msgspec.Struct, frozen=True):
-    """Declare the client's audio format. Only before the first input of the session."""
+    """Declare the client's audio format, for this connection. The rate only before the first input
+    of the session. client_sequence: as in `CancelReply`."""
 
     encoding: AudioEncoding
     rate_hz: int
     event_id: str | None = None
+    client_sequence: int | None = None
+
+
+class CancelReply(msgspec.Struct, frozen=True):
+    """Stop the reply under way. turn: which one, None: whichever it is.
+
+    client_sequence: the client's own number of a command that changes state; it grows over all
+    connections of the session, so that a command sent again is applied once. None: not numbered.
+    """
+
+    turn: int | None = None
+    event_id: str | None = None
+    client_sequence: int | None = None
+
+
+class TruncateReply(msgspec.Struct, frozen=True):
+    """The client has heard reply `turn` up to `heard_ms`: the rest was never said."""
+
+    turn: int
+    heard_ms: int
+    event_id: str | None = None
+    client_sequence: int | None = None
+
+
+class AcknowledgePlayback(msgspec.Struct, frozen=True):
+    """The client has played so many of reply `turn`'s samples, at the output's rate."""
+
+    turn: int
+    played_samples: int
+    event_id: str | None = None
+    client_sequence: int | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -60,4 +92,6 @@ class Close(msgspec.Struct, frozen=True):
     event_id: str | None = None
 
 
-Command = AppendInput | CommitInput | ClearInput | SetInputFormat | Heartbeat | Close
+ReplyCommand = CancelReply | TruncateReply | AcknowledgePlayback
+"""They concern what the model has said: applied between two units."""
+Command = AppendInput | CommitInput | ClearInput | SetInputFormat | ReplyCommand | Heartbeat | Close

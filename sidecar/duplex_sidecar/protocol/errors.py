@@ -25,6 +25,10 @@ class ErrorCode(StrEnum):
     TOO_MANY_FRAMES = "too_many_frames"
     INPUT_OVERFLOW = "input_overflow"
     IMMUTABLE_SETTING = "immutable_setting"
+    RESPONSE_CANCEL_NOT_ACTIVE = "response_cancel_not_active"
+    PLAYBACK_ITEM_NOT_FOUND = "playback_item_not_found"
+    PLAYBACK_ITEM_MISMATCH = "playback_item_mismatch"
+    PLAYBACK_ACK_TOO_LATE = "playback_ack_too_late"
     INVALID_SLIDING_WINDOW_CONFIG = "invalid_sliding_window_config"
     SLIDING_WINDOW_UPDATE_UNSUPPORTED = "sliding_window_update_unsupported"
     UNAUTHORIZED = "unauthorized"
@@ -109,6 +113,18 @@ ERRORS: dict[ErrorCode, ErrorEntry] = {
     ),
     ErrorCode.IMMUTABLE_SETTING: ErrorEntry(
         _BAD, False, False, None, "This setting is fixed when the session opens."
+    ),
+    ErrorCode.RESPONSE_CANCEL_NOT_ACTIVE: ErrorEntry(
+        _BAD, False, False, None, "No such reply is under way."
+    ),
+    ErrorCode.PLAYBACK_ITEM_NOT_FOUND: ErrorEntry(
+        _BAD, False, False, None, "The session has said no such item."
+    ),
+    ErrorCode.PLAYBACK_ITEM_MISMATCH: ErrorEntry(
+        _BAD, False, False, None, "The item does not fit what was sent and acknowledged of it."
+    ),
+    ErrorCode.PLAYBACK_ACK_TOO_LATE: ErrorEntry(
+        _BAD, False, False, None, "The model does not see that part of the reply any more."
     ),
     ErrorCode.INVALID_SLIDING_WINDOW_CONFIG: ErrorEntry(
         _BAD, False, False, None, "The window options are not valid."

@@ -29,7 +29,8 @@ class SessionOpened(msgspec.Struct, frozen=True):
     next_unit: number of the unit that will be closed next. acknowledged_sample: position in the
     client's own samples up to which input is durable: it keeps what lies behind, and goes on from
     there. received_sample: up to which it is here, durable or not: samples without a position are
-    taken to follow that. last_sequence: newest journaled event.
+    taken to follow that. last_sequence: newest journaled event. client_sequence: the newest of the
+    client's numbered commands that was applied, 0 for none.
     """
 
     session: str
@@ -41,6 +42,7 @@ class SessionOpened(msgspec.Struct, frozen=True):
     last_sequence: int
     window_mode: str
     input_rate_hz: int
+    client_sequence: int = 0
 
 
 class ResyncRequired(msgspec.Struct, frozen=True):
@@ -68,6 +70,20 @@ class InputCleared(msgspec.Struct, frozen=True):
 class InputFormatSet(msgspec.Struct, frozen=True):
     encoding: AudioEncoding
     rate_hz: int
+
+
+class PlaybackAcknowledged(msgspec.Struct, frozen=True):
+    """So much of the turn counts as played from now on (24 kHz samples)."""
+
+    turn: int
+    played_samples: int
+
+
+class CommandApplied(msgspec.Struct, frozen=True):
+    """A numbered command has been applied, now or when it was sent before."""
+
+    client_sequence: int
+    event_id: str | None
 
 
 class Alive(msgspec.Struct, frozen=True):
@@ -117,13 +133,25 @@ CLOSING_STEPS = (
 
 
 class TurnMark(msgspec.Struct, frozen=True, tag="turn_mark"):
-    """A turn starts or ends. `text` and `samples` are the whole turn's, on the closing steps."""
+    """A turn starts or ends. `text` and `samples` are the whole turn's, on the closing steps.
+    cancelled: it ends because the client stopped it."""
 
     step: TurnStep
     turn: int
     unit: int
     samples: int
     text: str
+    cancelled: bool = False
+
+
+class TurnTruncated(msgspec.Struct, frozen=True, tag="turn_truncated"):
+    """The model has said no more of the turn than was heard, `heard_ms` of it. unit: the newest
+    one. taken_back_tokens: what it does not remember any more."""
+
+    turn: int
+    unit: int
+    heard_ms: int
+    taken_back_tokens: int
 
 
 class Transcript(msgspec.Struct, frozen=True, tag="transcript"):
@@ -163,7 +191,7 @@ class UnitDone(msgspec.Struct, frozen=True, tag="unit_done"):
     replica: str
 
 
-SequencedBody = TurnMark | Transcript | Audio | UnitDone
+SequencedBody = TurnMark | TurnTruncated | Transcript | Audio | UnitDone
 
 
 class Sequenced(msgspec.Struct, frozen=True):
@@ -179,6 +207,8 @@ Event = (
     | InputAccepted
     | InputCleared
     | InputFormatSet
+    | PlaybackAcknowledged
+    | CommandApplied
     | Alive
     | Failure
     | Closed

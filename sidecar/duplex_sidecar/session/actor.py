@@ -14,13 +14,16 @@ from duplex_api.resolve import ResolvedLifecycle
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.commands import (
+    AcknowledgePlayback,
     AppendInput,
+    CancelReply,
     ClearInput,
     Close,
     Command,
     CommitInput,
     Heartbeat,
     SetInputFormat,
+    TruncateReply,
 )
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import (
@@ -32,6 +35,7 @@ from duplex_sidecar.protocol.events import (
     Sequenced,
     SessionOpened,
 )
+from duplex_sidecar.session.client_commands import CommandDesk
 from duplex_sidecar.session.clients import ClientAttachment, Clients
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
@@ -81,6 +85,7 @@ class SessionActor:
         conversation: Conversation,
         speech: Speech,
         desk: InputDesk,
+        commands: CommandDesk,
         runner: UnitRunner,
         durable: DurableSession,
         keeper: LeaseKeeper,
@@ -104,6 +109,7 @@ class SessionActor:
         self._speech = speech
         self._desk = desk
         self.runner = runner
+        self._commands = commands
         self._durable = durable
         self._keeper = keeper
         self._ledger = ledger
@@ -287,6 +293,8 @@ class SessionActor:
                         raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
                     if isinstance(judged, Park):
                         return parked(judged.reason)
+                if self._work is None and self._commands.waiting:
+                    self._start(self._run_commands())
                 if self._work is None and self._desk.has_unit:
                     self._start(self._run_unit())
                 if self._work is None and self._closing:
@@ -341,6 +349,12 @@ class SessionActor:
         if self.phase is Phase.READY:
             self._become(Phase.ACTIVE)
 
+    async def _run_commands(self) -> None:
+        self._conversation, self._speech = await self._commands.run(
+            self._conversation, self._speech
+        )
+        self.on_change()
+
     # --- commands ---------------------------------------------------------------------------------
 
     def _take_mail(self) -> None:
@@ -367,11 +381,19 @@ class SessionActor:
                 self._desk.clear()
                 self.publish(InputCleared())
             case SetInputFormat():
-                self.publish(self._desk.set_format(command))
+                self._set_format(command)
+            case CancelReply() | TruncateReply() | AcknowledgePlayback():
+                self._commands.put(command)
             case Heartbeat():
                 self.publish(Alive(command.event_id))
             case Close():
                 self._closing = True
+
+    def _set_format(self, command: SetInputFormat) -> None:
+        numbered = self._commands.admits_format(command)
+        self.publish(self._desk.set_format(command))
+        if numbered:
+            self._commands.put(command)
 
     def _append(self, command: AppendInput) -> None:
         if self._closing:
@@ -398,6 +420,7 @@ class SessionActor:
             last_sequence=self._speech.last_sequence,
             window_mode=self._mode,
             input_rate_hz=self._desk.rate_hz,
+            client_sequence=self._commands.last_applied,
         )
         await greet(outbox, self._ledger, opened, last_sequence)
 
@@ -415,7 +438,10 @@ class SessionActor:
             attached_s=self._clients.attached_s,
             detached_s=self._clients.detached_s,
             turn_open=self._speech.turn_open,
-            between_units=self._work is None and self._keeper.held and not self._closing,
+            between_units=self._work is None
+            and self._keeper.held
+            and not self._closing
+            and not self._commands.waiting,
         )
 
     def _tell_of_ledger(self) -> None:

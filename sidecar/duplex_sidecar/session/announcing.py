@@ -21,7 +21,12 @@ from duplex_sidecar.protocol.events import (
     UnitDone,
     encode_sequenced,
 )
-from duplex_sidecar.session.conversation import Speech, encode_speech
+from duplex_sidecar.session.conversation import (
+    SENT_UNITS_KEPT,
+    SentUnit,
+    Speech,
+    encode_speech,
+)
 from duplex_sidecar.session.speaking import SoundChunk, Voiced
 
 
@@ -34,7 +39,13 @@ def announce(
     events = [
         Sequenced(number, body) for number, body in enumerate(bodies, before.last_sequence + 1)
     ]
-    after = structs.replace(voiced.speech, last_sequence=events[-1].sequence)
+    last_sequence, sent = events[-1].sequence, before.sent
+    if voiced.chunks:
+        position = _turn_position(before, voiced)
+        samples = sum(sound.samples for sound in audible)
+        newest = SentUnit(unit, voiced.speech.turn, position, position + samples, last_sequence)
+        sent = (*sent, newest)[-SENT_UNITS_KEPT:]
+    after = structs.replace(voiced.speech, last_sequence=last_sequence, sent=sent)
     batch = JournalBatch(
         unit=unit,
         first_seq=events[0].sequence,

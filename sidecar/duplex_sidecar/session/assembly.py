@@ -11,6 +11,7 @@ from msgspec import structs
 from duplex_api.window import ResolvedWindow, WindowMode
 from duplex_sidecar.framing.units import UnitFramer
 from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.client_record import ClientRecord
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.records import Opening, OpeningDraft
 from duplex_sidecar.ledger.recovery import Resume
@@ -20,6 +21,7 @@ from duplex_sidecar.model.minicpmo45.talker import TALKER_SAMPLING
 from duplex_sidecar.protocol.events import Event
 from duplex_sidecar.session.actor import Recover, SessionActor
 from duplex_sidecar.session.catching_up import NOTHING_SOUNDED, SoundedCodes, sounded_of
+from duplex_sidecar.session.client_commands import CommandDesk
 from duplex_sidecar.session.conversation import (
     Conversation,
     Speech,
@@ -27,6 +29,7 @@ from duplex_sidecar.session.conversation import (
     decode_speech,
     first_speech,
 )
+from duplex_sidecar.session.cutting import ReplyCutter
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.hearing import EncoderDriver
@@ -84,6 +87,7 @@ class _Parts:
     """The movable parts of one session on this replica."""
 
     runner: UnitRunner
+    commands: CommandDesk
     encoder: EncoderDriver
     retained: RetainedUnits
     durable: DurableSession
@@ -309,7 +313,15 @@ def _parts(
     def trace_id() -> str:
         return trace.traceparent.split("-")[1]
 
-    return _Parts(runner, encoder, retained, durable, keeper, loads, outlet, trace_id)
+    meta = loaded.meta if loaded is not None else None
+    commands = CommandDesk(
+        ReplyCutter(facts, retained, durable, thinker, speaker),
+        durable,
+        ClientRecord() if meta is None else meta.client,
+        (0, 0) if meta is None else (meta.played_turn or 0, meta.played_samples),
+        outlet,
+    )
+    return _Parts(runner, commands, encoder, retained, durable, keeper, loads, outlet, trace_id)
 
 
 def _no_stream_because(lease: Lease, *, taken_up: bool) -> RebuildCause:
@@ -348,6 +360,7 @@ def _actor(
             framing.rate_hz,
             terms.camera.frames_per_unit,
         ),
+        commands=parts.commands,
         runner=parts.runner,
         durable=parts.durable,
         keeper=parts.keeper,

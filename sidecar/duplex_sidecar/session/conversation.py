@@ -24,6 +24,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     completed_ends: the strongest boundary at which that answer ended. framing: of the durable input
     only. encoder_mark_samples: encoder input from which a restore replays.
     rebuild_ms_per_token: what rebuilds have cost, for predictions; 0 before the first.
+    listens_next: the reply was stopped behind that unit; the next one listens, whatever comes.
+    prompt_changed: units before have been cut: no stream holds this conversation yet.
     """
 
     seq: int
@@ -34,6 +36,23 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     framing: FramerState
     encoder_mark_samples: int
     rebuild_ms_per_token: float
+    listens_next: bool = False
+    prompt_changed: bool = False
+
+
+class SentUnit(msgspec.Struct, frozen=True, array_like=True):
+    """Sound of a unit that was sent: 24 kHz samples [from_samples, to_samples) of its turn.
+    sequence: of the unit's last event."""
+
+    unit: int
+    turn: int
+    from_samples: int
+    to_samples: int
+    sequence: int
+
+
+SENT_UNITS_KEPT = 64
+"""A reply can be taken back as far as that; a player hardly holds more than a minute."""
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +62,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True):
     its first and last mark. turn_text, turn_samples, turn_codes: what of the present turn sounded.
     turn_text_rest: bytes of a character that is not complete yet.
     codes: of the last condition. recent_codes: the turn's last 16. last_sequence: newest journaled
-    event.
+    event. sent: the last units with sound, oldest first.
     """
 
     unit: int
@@ -61,6 +80,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     stage2_sequence: int
     last_sequence: int
+    sent: tuple[SentUnit, ...] = ()
 
 
 def first_conversation(policy: PolicyState, framing: FramerState) -> Conversation:

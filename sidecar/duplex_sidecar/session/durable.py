@@ -12,11 +12,18 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from duplex_sidecar.ledger.call import Head, PendingCall
+from duplex_sidecar.ledger.client_calls import Cut, Played
 from duplex_sidecar.ledger.errors import HeadMismatch, LedgerUnavailable, ServerFull
 from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.media import Trim, UnitMedia
-from duplex_sidecar.ledger.records import AcceptDraft, ClosedDraft, CommitDraft, RedoDraft
+from duplex_sidecar.ledger.records import (
+    AcceptDraft,
+    ClosedDraft,
+    CommitDraft,
+    Entry,
+    RedoDraft,
+)
 from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.telemetry.metrics import Metrics
@@ -111,6 +118,25 @@ class DurableSession:
 
         await self._until_known(LedgerCall.JOURNAL, send)
         await self._keeper.wait_held()
+
+    async def cut(self, cut: Cut) -> None:
+        """A client's command has changed what was said; its events are durable when this returns
+        and leave only while the lease is held."""
+        await self._chain(
+            LedgerCall.CUT, lambda: self._ledger.cut(self._keeper.lease, self._head, cut)
+        )
+        await self._keeper.wait_held()
+
+    async def client_said(self, client_applied: str, played: Played | None = None) -> None:
+        """What a client said that is no part of the conversation; see `Ledger.client_said`."""
+        await self._timed(
+            LedgerCall.CLIENT,
+            lambda: self._ledger.client_said(self._keeper.lease, client_applied, played),
+        )
+
+    async def entries(self) -> tuple[Entry, ...]:
+        """The chain as far as it is kept, without blobs."""
+        return await self._timed(LedgerCall.LOAD, lambda: self._ledger.reader.entries(self.session))
 
     async def load(self) -> LoadedSession:
         return await self._timed(LedgerCall.LOAD, lambda: self._ledger.load(self.session))

@@ -1,16 +1,19 @@
 """From a plan to what the Thinker is fed: an extension, or a whole prompt from the same records.
 
-Slide, eviction, engine restart, replica restart and move all come through `whole_prompt`; what
-differs is where the history is read: from memory while the window holds it, else from the ledger.
+Slide, truncation, eviction, engine restart, replica restart and move all come through
+`whole_prompt`; what differs is where the history is read: from memory while the window holds it,
+else from the ledger.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
 
 from duplex_api.window import WindowMode
 from duplex_sidecar.framing.append import Append
+from duplex_sidecar.ledger.records import kept_tokens
 from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.model.minicpmo45.context import MEDIA_LENGTHS
 from duplex_sidecar.model.minicpmo45.decode import answer_facts
+from duplex_sidecar.model.minicpmo45.truncation import left_of
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.facts import SessionFacts
@@ -141,14 +144,17 @@ class Prompter:
 def history_from_ledger(
     loaded: LoadedSession, seqs: Iterable[int], vocabulary: Vocabulary
 ) -> list[tuple[HistoryUnit, StoredRows]]:
-    """Committed units of a loaded session, in the form that is rendered, with their rows."""
+    """Committed units of a loaded session, in the form that is rendered, with their rows: what was
+    taken back of them is not there."""
     wanted = set(seqs)
+    kept = kept_tokens(loaded.entries)
     found: list[tuple[HistoryUnit, StoredRows]] = []
     for record in loaded.committed:
         if record.seq not in wanted:
             continue
         rows = decode_rows(loaded.media[record.seq].rows)
         facts = answer_facts(record.token_ids, vocabulary)
-        unit = history_of(record.seq, rows, facts.content_ids, facts.terminator)
+        left = left_of(facts.content_ids, facts.terminator, kept.get(record.seq), vocabulary)
+        unit = history_of(record.seq, rows, left.ids, left.terminator)
         found.append((unit, rows))
     return found

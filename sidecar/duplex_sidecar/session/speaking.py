@@ -118,6 +118,12 @@ class Speaker:
         self._last_condition: Condition | None = None
         self._opened: tuple[int, int] | None = None
         """(stage generation, epoch) that Code2Wav has open for this session."""
+        self._stopped = False
+        """The client stopped the last reply: what the vocoder held back of it is dropped."""
+
+    def stop(self) -> None:
+        """The reply under way is over, without a last chunk; see `cuts.stopped`."""
+        self._sounded, self._stopped = NOTHING_SOUNDED, True
 
     async def voice(
         self, speech: Speech, unit: int, answer: ThinkerAnswer, watch: UnitWatch
@@ -248,7 +254,9 @@ class Speaker:
         watch: UnitWatch,
     ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
         muted: tuple[Chunk, ...] = ()
-        cause = EpochCause.OPEN if producer.epoch == 0 else EpochCause.TURN_END
+        cause = EpochCause.BARGE_IN if self._stopped else EpochCause.TURN_END
+        if producer.epoch == 0:
+            cause = EpochCause.OPEN
         if producer.sequence and not self._is_open(producer.epoch):
             muted, producer = begin_again(producer, self._sounded)
             cause = EpochCause.RECOVERY
@@ -301,7 +309,7 @@ class Speaker:
         if chunk.sequence == 0:
             generation = self._stages.code2wav.generation
             await self._stages.code2wav.open(WaveOpen(session, chunk.epoch, self._settings.voice))
-            self._opened = (generation, chunk.epoch)
+            self._opened, self._stopped = (generation, chunk.epoch), False
             self._trace.stage2_epoch(chunk.epoch, cause, watch.trace)
             watch.metrics.epoch(cause)
         samples = await self._stages.code2wav.feed(

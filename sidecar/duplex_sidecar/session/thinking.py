@@ -80,6 +80,8 @@ class ThinkerDriver:
         """How the append is to reach the Thinker. Raises SessionOver when it does not fit."""
         lost = append.seq > 1 and (not self._stream.live or self._ahead.holds_taken_up)
         cause = self._no_stream_because if lost else None
+        if before.prompt_changed:
+            cause = RebuildCause.TRUNCATION
         plan, window = plan_append(self._facts, before, append, cause)
         if isinstance(plan, Overflow):
             raise SessionOver(
@@ -139,6 +141,11 @@ class ThinkerDriver:
     def committed(self, after: Conversation) -> None:
         """The unit of `after` is durable: what the next one is sure to need may be made now."""
         self._ahead.start(after)
+
+    async def prompt_changed(self) -> None:
+        """Units that the stream holds were cut: what was made ahead of the next append is of no
+        use, and that append rebuilds."""
+        await self._ahead.close()
 
     async def repeat(
         self, after: Conversation, pending: UnitInput, token_ids: tuple[int, ...], watch: UnitWatch

@@ -114,6 +114,8 @@ class UnitRunner:
         self, before: Conversation, speech: Speech, append: Append
     ) -> tuple[Conversation, Speech]:
         """A new unit. Raises BadInput (nothing has changed), SessionOver, LedgerError."""
+        if before.listens_next:
+            append = structs.replace(append, force_listen=True)
         with self._unit(append.seq, speech) as watch:
             with watch.step(StepName.ENCODE):
                 rows, mark_samples = await self._encode(append, watch)

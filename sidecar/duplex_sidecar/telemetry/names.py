@@ -127,6 +127,8 @@ class LedgerCall(StrEnum):
     COMMIT = "commit"
     JOURNAL = "journal"
     NOTE = "note"
+    CUT = "cut"
+    CLIENT = "client"
     PARK = "park"
     HAND_OVER = "hand_over"
     ERASE = "erase"

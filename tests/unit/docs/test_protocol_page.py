@@ -36,6 +36,7 @@ _BODIES: tuple[events.SequencedBody, ...] = (
     *(events.TurnMark(step, 1, 1, 0, "") for step in events.TurnStep),
     events.Transcript(1, 1, "yes"),
     events.Audio(1, 1, 0, 0, 0, b""),
+    events.TurnTruncated(1, 1, 840, 7),
     _FACTS,
 )
 _OPENED = events.SessionOpened("one", False, 1, 1, 0, 0, 0, "off", 24_000)
@@ -46,6 +47,8 @@ EVENTS: tuple[events.Event, ...] = (
     events.InputAccepted(1, 0, 16_000),
     events.InputCleared(),
     events.InputFormatSet("pcm16", 16_000),
+    events.PlaybackAcknowledged(1, 20_160),
+    events.CommandApplied(1, "mine"),
     events.Alive("mine"),
     events.Failure(ErrorCode.INVALID_EVENT, "no"),
     events.Closed(ErrorCode.SESSION_ENDED, "closed"),

@@ -16,12 +16,15 @@ from duplex_sidecar.doors.openai_wire import (
     parse_message,
 )
 from duplex_sidecar.protocol.commands import (
+    AcknowledgePlayback,
     AppendInput,
     AudioEncoding,
+    CancelReply,
     Close,
     CommitInput,
     Heartbeat,
     SetInputFormat,
+    TruncateReply,
 )
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 from duplex_sidecar.protocol.events import (
@@ -36,6 +39,8 @@ from duplex_sidecar.protocol.events import (
     SessionOpened,
     Transcript,
     TurnMark,
+    TurnStep,
+    TurnTruncated,
     UnitDone,
 )
 
@@ -71,6 +76,29 @@ def test_append_carries_samples_frames_and_the_clients_own_position() -> None:
         ({"type": "input_audio_buffer.commit"}, CommitInput()),
         ({"type": "session.heartbeat", "event_id": "h"}, Heartbeat("h")),
         ({"type": "session.close"}, Close()),
+        ({"type": "response.cancel"}, CancelReply()),
+        (
+            {"type": "response.cancel", "response_id": "resp_a_b_12", "client_sequence": 4},
+            CancelReply(12, None, 4),
+        ),
+        (
+            {
+                "type": "conversation.item.truncate",
+                "item_id": "item_a_b_3",
+                "content_index": 0,
+                "audio_end_ms": 840,
+                "event_id": "e",
+            },
+            TruncateReply(3, 840, "e"),
+        ),
+        (
+            {"type": "playback.ack", "item_id": "item_a_b_3", "played_samples": 24_000},
+            AcknowledgePlayback(3, 24_000),
+        ),
+        (
+            {"type": "session.update", "client_sequence": 2, "session": {}},
+            SetInputFormat(AudioEncoding.PCM16, 24_000, None, 2),
+        ),
         (
             {"type": "session.resume", "last_received_server_event_seq": 7},
             Resume(last_received_server_event_seq=7),
@@ -78,7 +106,49 @@ def test_append_carries_samples_frames_and_the_clients_own_position() -> None:
     ],
 )
 def test_plain_events(event: dict[str, Any], command: object) -> None:
-    assert parse_message(json.dumps(event)) == command
+    assert parse_message(json.dumps(event), "a_b") == command
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["item_other_3", "item_a_b", "item_a_b_0", "item_a_b_-1", "resp_a_b_3", "item_in_3", "x"],
+)
+def test_only_items_of_the_session_are_known(name: str) -> None:
+    for event in (
+        {"type": "conversation.item.truncate", "item_id": name, "audio_end_ms": 1},
+        {"type": "playback.ack", "item_id": name, "played_samples": 1},
+    ):
+        with pytest.raises(WireError) as error:
+            parse_message(wire(**event), "a_b")
+        assert error.value.code is ErrorCode.PLAYBACK_ITEM_NOT_FOUND
+        assert error.value.param == "item_id"
+
+
+@pytest.mark.parametrize(
+    ("session", "param"),
+    [
+        ({"temperature": 0.5}, "session.temperature"),
+        ({"tools": []}, "session.tools"),
+        ({"output_modalities": ["text"]}, "session.output_modalities"),
+        ({"audio": {"input": {"turn_detection": {}}}}, "session.audio.input.turn_detection"),
+        ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(session: dict[str, Any], param: str) -> None:
+    with pytest.raises(WireError) as error:
+        parse_message(wire(type="session.update", session=session))
+    assert error.value.code is ErrorCode.IMMUTABLE_SETTING
+    assert error.value.param == param
+
+
+def test_what_has_one_value_only_may_be_said() -> None:
+    session = {
+        "type": "realtime",
+        "output_modalities": ["audio"],
+        "audio": {"input": {"turn_detection": None}, "output": {"format": {"type": "audio/pcm"}}},
+    }
+    expected = SetInputFormat(AudioEncoding.PCM16, 24_000)
+    assert parse_message(wire(type="session.update", session=session)) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,6 +228,24 @@ def test_session_update_declares_the_input_format(
             wire(type="session.update", session={"audio": {"inptu": {}}}),
             ErrorCode.INVALID_EVENT,
         ),
+        (wire(type="response.cancel", client_sequence=0), ErrorCode.INVALID_EVENT),
+        (
+            wire(type="conversation.item.truncate", item_id="item_s_1", audio_end_ms=-1),
+            ErrorCode.INVALID_EVENT,
+        ),
+        (
+            wire(
+                type="conversation.item.truncate",
+                item_id="item_s_1",
+                content_index=1,
+                audio_end_ms=1,
+            ),
+            ErrorCode.PLAYBACK_ITEM_NOT_FOUND,
+        ),
+        (
+            wire(type="playback.ack", item_id="item_s_1", played_samples=1, played_ms=1),
+            ErrorCode.INVALID_EVENT,
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_name(raw: str, code: ErrorCode) -> None:
@@ -178,6 +266,27 @@ def test_known_but_unserved_events_say_so_and_name_the_event(kind: str) -> None:
         parse_message(wire(type=kind, event_id="mine"))
     assert error.value.code is ErrorCode.UNSUPPORTED_EVENT
     assert error.value.event_id == "mine"
+
+
+@pytest.mark.parametrize("kind", sorted(UNSUPPORTED_TYPES))
+def test_unserved_events_say_why(kind: str) -> None:
+    with pytest.raises(WireError) as error:
+        parse_message(wire(type=kind))
+    assert error.value.detail == f"{kind} is not served: {UNSUPPORTED_TYPES[kind]}"
+
+
+def test_a_stopped_turn_is_cancelled_and_its_item_incomplete() -> None:
+    ended = rendered(Sequenced(9, TurnMark(TurnStep.ENDED, 3, 9, 24_000, "hel", cancelled=True)))
+    assert ended["response"]["status"] == "cancelled"
+    assert ended["response"]["status_details"]["reason"] == "client_cancelled"
+    assert ended["response"]["output"][0]["status"] == "incomplete"
+    told = rendered(Sequenced(10, TurnTruncated(3, 9, 840, 7)))
+    assert (told["type"], told["item_id"], told["content_index"], told["audio_end_ms"]) == (
+        "conversation.item.truncated",
+        "item_s_3",
+        0,
+        840,
+    )
 
 
 def rendered(event: Any) -> dict[str, Any]:

@@ -90,7 +90,9 @@ def note(kind: type[Redo] | type[Truncated], seq: int, prev_hash: str) -> Record
     if kind is Redo:
         draft = records.RedoDraft(seq=seq, attempt=2, cause="engine_restart")
         return records.note(draft, state_sha256=None, replica="a", at_ms=5, prev_hash=prev_hash)
-    cut = records.TruncatedDraft(seq=seq, unit=seq, token_index=1, played_ms=10)
+    cut = records.TruncatedDraft(
+        seq=seq, turn=1, unit=seq, token_index=1, through=seq, played_ms=10, ends_turn=False
+    )
     return records.note(cut, state_sha256="", replica="a", at_ms=5, prev_hash=prev_hash)
 
 

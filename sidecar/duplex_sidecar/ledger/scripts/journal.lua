@@ -31,12 +31,7 @@ if ARGV[11] ~= '' then
   end
 end
 
-local now = now_ms()
-for i = 15, #ARGV do
-  last, bytes = last + 1, bytes + #ARGV[i]
-  redis.call('HSET', KEYS[2], text(last), ARGV[i])
-  redis.call('RPUSH', KEYS[3], text(now) .. ' ' .. text(#ARGV[i]))
-end
+last, bytes = append_events(KEYS[2], KEYS[3], last, bytes, 15)
 if ARGV[11] ~= '' then
   if new_turn then
     redis.call('DEL', KEYS[4])
@@ -56,15 +51,9 @@ redis.call('HSET', KEYS[1], 'events_last', text(last), 'events_op', ARGV[3], 'vo
 keep_expiry(values[8], KEYS[2], KEYS[3], KEYS[4])
 
 -- A batch is smaller than max_bytes (checked by the caller), so its own events stay.
-local oldest = now - tonumber(ARGV[7])
-while first <= last do
-  local at, size = string.match(redis.call('LINDEX', KEYS[3], 0), '^(%d+) (%d+)$')
-  if bytes <= tonumber(ARGV[6]) and tonumber(at) >= oldest then
-    break
-  end
-  redis.call('LPOP', KEYS[3])
-  redis.call('HDEL', KEYS[2], text(first))
-  first, bytes = first + 1, bytes - tonumber(size)
-end
+local oldest, most = now_ms() - tonumber(ARGV[7]), tonumber(ARGV[6])
+first, bytes = trim_events(KEYS[2], KEYS[3], first, last, bytes, function(_, held, at)
+  return held > most or at < oldest
+end)
 redis.call('HSET', KEYS[1], 'events_first', text(first), 'events_bytes', text(bytes))
 return { 'ok', text(last) }

@@ -77,3 +77,29 @@ local function trim_units(key, from, below)
   end
   return freed
 end
+
+-- The events ARGV[from], ... become the journal's newest. Returns its last number and its bytes.
+local function append_events(events, order, last, bytes, from)
+  local now = text(now_ms())
+  for i = from, #ARGV do
+    last, bytes = last + 1, bytes + #ARGV[i]
+    redis.call('HSET', events, text(last), ARGV[i])
+    redis.call('RPUSH', order, now .. ' ' .. text(#ARGV[i]))
+  end
+  return last, bytes
+end
+
+-- Drops the oldest events as long as goes(number, bytes, at_ms) says so. Returns the journal's
+-- first number and its bytes.
+local function trim_events(events, order, first, last, bytes, goes)
+  while first <= last do
+    local at, size = string.match(redis.call('LINDEX', order, 0), '^(%d+) (%d+)$')
+    if not goes(first, bytes, tonumber(at)) then
+      break
+    end
+    redis.call('LPOP', order)
+    redis.call('HDEL', events, text(first))
+    first, bytes = first + 1, bytes - tonumber(size)
+  end
+  return first, bytes
+end

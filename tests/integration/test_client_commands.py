@@ -1,0 +1,399 @@
+"""Commands of a client that change what was said: the reply stops, what was not heard is taken out
+of the context, and each numbered command counts once, wherever the session runs."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.records import Cancelled, Truncated
+from duplex_sidecar.protocol.commands import (
+    AcknowledgePlayback,
+    AudioEncoding,
+    CancelReply,
+    SetInputFormat,
+    TruncateReply,
+)
+from duplex_sidecar.protocol.errors import ErrorCode
+from duplex_sidecar.protocol.events import (
+    CLOSING_STEPS,
+    Audio,
+    CommandApplied,
+    Decision,
+    Failure,
+    PlaybackAcknowledged,
+    ResyncRequired,
+    TurnMark,
+    TurnTruncated,
+    UnitDone,
+)
+from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from session_kit import (
+    MODES,
+    RATE_HZ,
+    TOKEN,
+    VOCABULARY,
+    Caller,
+    Cuts,
+    Mode,
+    Replica,
+    Terms,
+    check_events,
+    check_prompts,
+    check_stage2,
+    replica,
+    tokens,
+)
+
+pytestmark = pytest.mark.integration
+
+LISTENS = (VOCABULARY.listen,)
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def here(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
+    async with replica(valkey.url, "here") as started:
+        yield started
+
+
+@pytest.fixture
+async def there(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
+    async with replica(valkey.url, "there") as started:
+        yield started
+
+
+def turn_is_open(caller: Caller) -> bool:
+    marks = [event.body for event in caller.sequenced if isinstance(event.body, TurnMark)]
+    return bool(marks) and marks[-1].step not in CLOSING_STEPS
+
+
+def sounds(caller: Caller) -> list[Audio]:
+    """Of the newest turn."""
+    heard = [event.body for event in caller.sequenced if isinstance(event.body, Audio)]
+    return [audio for audio in heard if audio.turn == heard[-1].turn]
+
+
+async def in_mid_reply(caller: Caller, *, units: int = 2) -> int:
+    """Talk until the model has spoken for so many units and has not finished; the last unit."""
+    number = caller.next_second - 1
+    while True:
+        number += 1
+        await caller.talk(number)
+        if turn_is_open(caller) and len({audio.unit for audio in sounds(caller)}) >= units:
+            return number
+
+
+def closing(caller: Caller) -> list[TurnMark]:
+    marks = [event.body for event in caller.sequenced if isinstance(event.body, TurnMark)]
+    return [mark for mark in marks if mark.step in CLOSING_STEPS and mark.cancelled]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_reply_stops_between_two_units(here: Replica, mode: Mode) -> None:
+    session, terms = f"cancel-{mode}", Terms(mode)
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    before = sounds(caller)[-1]
+    turn = before.turn
+
+    answer = await caller.ask(CancelReply(client_sequence=1, event_id="stop"))
+    assert answer == CommandApplied(1, "stop")
+    assert [mark.step for mark in closing(caller)] == list(CLOSING_STEPS)
+    assert {(mark.turn, mark.unit) for mark in closing(caller)} == {(turn, last)}
+
+    await caller.talk(last + 1)
+    assert caller.units[-1].decision is Decision.LISTEN, "the reply is over"
+    assert caller.units[-1].rebuild_cause in (None, "slide"), "nothing was taken back"
+    await in_mid_reply(caller, units=1)
+    heard = [event.body for event in caller.sequenced if isinstance(event.body, Audio)]
+    following = heard[heard.index(before) + 1]
+    assert (following.turn, following.epoch) == (turn + 1, before.epoch + 1)
+    assert following.stage2_sequence == 0
+    check_events(caller)
+    said = await tokens(here.ledger, session)
+    check_prompts([here.stages], session, terms, said, caller)
+    check_stage2(here.stages, session)
+    loaded = await here.ledger.load(session)
+    notes = [entry.record for entry in loaded.entries if isinstance(entry.record, Cancelled)]
+    assert [(note.seq, note.turn) for note in notes] == [(last, turn)]
+
+
+async def test_there_has_to_be_a_reply_to_stop(here: Replica) -> None:
+    await here.open("silent", Terms("context"))
+    caller = Caller("silent")
+    await caller.dial(here)
+    await caller.tell(CancelReply(event_id="too early"))
+    failure = await caller.until_failure()
+    assert (failure.code, failure.event_id) == (
+        ErrorCode.RESPONSE_CANCEL_NOT_ACTIVE,
+        "too early",
+    )
+    await in_mid_reply(caller)
+    await caller.tell(CancelReply(turn=99))
+    assert (await caller.until_failure()).code is ErrorCode.RESPONSE_CANCEL_NOT_ACTIVE
+    assert turn_is_open(caller)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_was_not_heard_is_taken_out_of_the_context(here: Replica, mode: Mode) -> None:
+    """Three units have sounded; the client heard the first and half of the second."""
+    session, terms = f"cut-{mode}", Terms(mode)
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    last = await in_mid_reply(caller, units=3)
+    parts = sounds(caller)
+    second = next(a for a in parts if a.unit != parts[0].unit)
+    length = sum(len(a.pcm_s16le) // 2 for a in parts if a.unit == second.unit)
+    heard_ms = (second.from_sample + length // 2) // 24
+    await caller.tell(CancelReply())
+    answer = await caller.ask(TruncateReply(second.turn, heard_ms, client_sequence=1))
+    assert isinstance(answer, CommandApplied)
+    told = [e.body for e in caller.sequenced if isinstance(e.body, TurnTruncated)]
+    assert [(t.turn, t.unit, t.heard_ms) for t in told] == [(second.turn, last, heard_ms)]
+    assert told[0].taken_back_tokens > 0
+
+    await caller.talk(last + 12)
+    after = caller.units[last]
+    assert (after.unit, after.rebuild_cause) == (last + 1, "truncation")
+    assert after.decision is Decision.LISTEN
+    check_events(caller)
+    check_stage2(here.stages, session)
+    said = await tokens(here.ledger, session)
+    loaded = await here.ledger.load(session)
+    (mark,) = [e.record for e in loaded.entries if isinstance(e.record, Truncated)]
+    assert (mark.unit, mark.through, mark.ends_turn) == (second.unit, last, False)
+    assert 0 < mark.token_index < len(said[second.unit - 1])
+    cut: dict[int, tuple[int, ...]] = dict.fromkeys(range(second.unit + 1, last + 1), LISTENS)
+    cut[second.unit] = (*said[second.unit - 1][: mark.token_index], VOCABULARY.chunk_eos)
+    cuts: Cuts = {last + 1: cut}
+    submissions = check_prompts([here.stages], session, terms, said, caller, cuts=cuts)
+    rebuilt = next(one for one in submissions if one.unit == last + 1)
+    assert rebuilt.opened, "a new stream, never a patched one"
+
+
+async def test_a_truncation_stops_a_reply_that_is_under_way(here: Replica) -> None:
+    await here.open("stops", Terms("context"))
+    caller = Caller("stops")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    turn = sounds(caller)[-1].turn
+    await caller.ask(TruncateReply(turn, 0, client_sequence=7))
+    assert [mark.step for mark in closing(caller)] == list(CLOSING_STEPS)
+    await caller.talk(last + 1)
+    assert (caller.units[-1].rebuild_cause, caller.units[-1].decision) == (
+        "truncation",
+        Decision.LISTEN,
+    )
+    said = await tokens(here.ledger, "stops")
+    cut = dict.fromkeys({audio.unit for audio in sounds(caller)}, LISTENS)
+    check_prompts([here.stages], "stops", Terms("context"), said, caller, cuts={last + 1: cut})
+    check_events(caller)
+
+
+async def test_a_reply_that_was_heard_to_the_end_stays(here: Replica) -> None:
+    await here.open("whole", Terms("basic"))
+    caller = Caller("whole")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    parts = sounds(caller)
+    samples = sum(len(part.pcm_s16le) // 2 for part in parts)
+    await caller.ask(CancelReply(client_sequence=1))
+    await caller.ask(TruncateReply(parts[0].turn, samples // 24 + 1, client_sequence=2))
+    told = [e.body for e in caller.sequenced if isinstance(e.body, TurnTruncated)]
+    assert [event.taken_back_tokens for event in told] == [0]
+    await caller.talk(last + 1)
+    assert caller.units[-1].rebuild_cause != "truncation"
+    check_prompts(
+        [here.stages], "whole", Terms("basic"), await tokens(here.ledger, "whole"), caller
+    )
+
+
+async def test_the_policy_goes_on_from_what_was_heard(here: Replica) -> None:
+    """Ids that nobody heard are not penalised, and the user is still owed an answer."""
+    await here.open("policy", Terms("off"))
+    caller = Caller("policy")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    parts = sounds(caller)
+    await caller.ask(TruncateReply(parts[0].turn, 0, client_sequence=1))
+    await caller.talk(last + 1)
+    loaded = await here.ledger.load("policy")
+    unheard = {part.unit for part in parts}
+    sampled = [
+        id_
+        for unit in loaded.committed
+        if unit.seq <= last and unit.seq not in unheard
+        for id_ in unit.sampled_ids
+        if id_ != VOCABULARY.chunk_eos
+    ]
+    (next_,) = [one for one in here.stages.thinker.submissions if one.unit == last + 1]
+    policy = next_.rules.policy
+    assert list(policy.penalty_ids) == sampled
+    assert (policy.turn_ended, policy.response_open, policy.speech_pending) == (True, False, True)
+    assert next_.rules.force_listen
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_another_replica_goes_on_from_the_same_records(
+    here: Replica, there: Replica, valkey: EmbeddedValkey, mode: Mode
+) -> None:
+    """The same conversation, cut at the same place, once in peace and once with an owner that dies
+    right behind the cut: the same tokens, the same prompts."""
+    terms = Terms(mode)
+    said: dict[str, list[tuple[int, ...]]] = {}
+    for session, dies in ((f"calm-{mode}", False), (f"taken-over-{mode}", True)):
+        await here.open(session, terms)
+        caller = Caller(session)
+        await caller.dial(here)
+        last = await in_mid_reply(caller)
+        turn, heard_ms = sounds(caller)[-1].turn, sounds(caller)[-1].from_sample // 48
+        truncate = TruncateReply(turn, heard_ms, client_sequence=3)
+        await caller.ask(truncate)
+        if dies:
+            there.registry.declare_dead(here.name)
+            opened = await caller.dial(there)
+            assert opened.client_sequence == 3
+            assert await caller.ask(truncate) == CommandApplied(3, None), "and nothing happens"
+        await caller.talk(last + 15)
+        check_events(caller)
+        cause = caller.units[last].rebuild_cause
+        assert cause == "truncation"
+        said[session] = await tokens(here.ledger, session)
+        loaded = await here.ledger.load(session)
+        assert sum(isinstance(entry.record, Truncated) for entry in loaded.entries) == 1
+    calm, taken_over = said.values()
+    assert calm == taken_over
+
+
+async def test_a_numbered_command_counts_once(here: Replica) -> None:
+    await here.open("once", Terms("context"))
+    caller = Caller("once")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    cancel = CancelReply(client_sequence=5, event_id="a")
+    assert await caller.ask(cancel) == CommandApplied(5, "a")
+    before = await here.ledger.load("once")
+    assert await caller.ask(CancelReply(client_sequence=5, event_id="b")) == CommandApplied(5, "b")
+    after = await here.ledger.load("once")
+    assert after.head == before.head
+    assert after.meta.events_last == before.meta.events_last
+    turn = sounds(caller)[-1].turn
+    for wrong in (TruncateReply(turn, 0, client_sequence=4), TruncateReply(turn, 0, None, 5)):
+        failure = await caller.ask(wrong)
+        assert isinstance(failure, Failure)
+        assert (failure.code, failure.param) == (ErrorCode.OUT_OF_ORDER_EVENT, "client_sequence")
+    refused = await caller.ask(CancelReply(client_sequence=6))
+    assert isinstance(refused, Failure)
+    assert refused.code is ErrorCode.RESPONSE_CANCEL_NOT_ACTIVE
+    assert (await here.ledger.load("once")).meta.client.last == 5, "it changed nothing"
+    assert await caller.ask(TruncateReply(turn, 0, client_sequence=6)) == CommandApplied(6, None)
+    await caller.talk(last + 1)
+    assert (await here.ledger.load("once")).meta.client.last == 6
+
+
+async def test_a_format_is_set_each_time_and_its_number_noted_once(here: Replica) -> None:
+    await here.open("format", Terms("context"))
+    caller = Caller("format")
+    await caller.dial(here)
+    update = SetInputFormat(AudioEncoding.PCM16, RATE_HZ, None, 2)
+    assert await caller.ask(update) == CommandApplied(2, None)
+    await caller.talk(2)
+    opened = await caller.dial(here)
+    assert opened.client_sequence == 2
+    assert await caller.ask(update) == CommandApplied(2, None)
+    await caller.talk(3)
+    other = await caller.ask(SetInputFormat(AudioEncoding.FLOAT32, RATE_HZ, None, 2))
+    assert isinstance(other, Failure)
+    assert other.code is ErrorCode.OUT_OF_ORDER_EVENT
+    await caller.talk(4)
+
+
+async def test_what_is_played_is_known_and_leaves_the_journal(
+    here: Replica, there: Replica
+) -> None:
+    await here.open("played", Terms("context"))
+    caller = Caller("played")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    first, *_, newest = sounds(caller)
+    done = next(
+        event.sequence
+        for event in caller.sequenced
+        if isinstance(event.body, UnitDone) and event.body.unit == first.unit
+    )
+    through = len(first.pcm_s16le) // 2
+    assert newest.unit > first.unit
+    await caller.tell(AcknowledgePlayback(first.turn, through - 1))
+    await caller.ask(AcknowledgePlayback(first.turn, through, client_sequence=1))
+    acknowledged = [e for e in caller.events if isinstance(e, PlaybackAcknowledged)]
+    assert [e.played_samples for e in acknowledged] == [through - 1, through]
+    meta = (await here.ledger.load("played")).meta
+    assert (meta.played_turn, meta.played_samples) == (first.turn, through)
+    assert meta.events_first == done + 1
+    too_much = await caller.ask(AcknowledgePlayback(first.turn, 10**9, client_sequence=2))
+    assert isinstance(too_much, Failure)
+    assert too_much.code is ErrorCode.PLAYBACK_ITEM_MISMATCH
+    unheard = await caller.ask(TruncateReply(first.turn, 0, client_sequence=3))
+    assert isinstance(unheard, Failure)
+    assert unheard.code is ErrorCode.PLAYBACK_ITEM_MISMATCH
+    unknown = await caller.ask(AcknowledgePlayback(99, 1, client_sequence=4))
+    assert isinstance(unknown, Failure)
+    assert unknown.code is ErrorCode.PLAYBACK_ITEM_NOT_FOUND
+
+    there.registry.declare_dead(here.name)
+    await caller.dial(there)
+    await caller.talk(last + 3)
+    check_events(caller)
+    still = await caller.ask(TruncateReply(first.turn, 0, client_sequence=5))
+    assert isinstance(still, Failure), "another replica knows what was played"
+    newcomer = Caller("played")
+    newcomer.attachment = await there.registry.attach("played", TOKEN, 0)
+    resync = await newcomer.until(lambda event: isinstance(event, ResyncRequired))
+    assert isinstance(resync, ResyncRequired)
+    assert resync.oldest == done + 1
+
+
+async def test_what_has_left_the_window_is_said_for_good(here: Replica) -> None:
+    await here.open("too-late", Terms("context"))
+    caller = Caller("too-late")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    turn = sounds(caller)[-1].turn
+    await caller.ask(CancelReply(client_sequence=1))
+    await caller.talk(last + 12)
+    failure = await caller.ask(TruncateReply(turn, 0, client_sequence=2))
+    assert isinstance(failure, Failure)
+    assert failure.code is ErrorCode.PLAYBACK_ACK_TOO_LATE
+    never = await caller.ask(TruncateReply(turn + 99, 0, client_sequence=2))
+    assert isinstance(never, Failure)
+    assert never.code is ErrorCode.PLAYBACK_ITEM_NOT_FOUND
+
+
+async def test_more_than_the_desk_holds_is_refused_by_name(here: Replica) -> None:
+    await here.open("flood", Terms("off"))
+    caller = Caller("flood")
+    await caller.dial(here)
+    pause = here.stages.thinker.pause(1, after=False)
+    await caller.say(1)
+    await pause.reached.wait()
+    for _ in range(MAX_WAITING_COMMANDS + 1):
+        await caller.tell(AcknowledgePlayback(1, 0))
+        await caller.attachment_takes_mail()
+    assert caller.failures[-1].code is ErrorCode.INPUT_OVERFLOW
+    pause.go.set()
+    await caller.until_unit(1)
