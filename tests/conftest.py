@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.material import CLIP_S, CLIP_VOICE
 from support.sidecars import Bed, make_bed
 
+from duplex_sidecar.checkpoint.recording import recording_path
 from duplex_sidecar.checkpoint.tiny import make_tiny
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.cli.voice import make
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 
 MAX_MODEL_TOKENS = 2048
@@ -35,8 +38,16 @@ def bed(tiny_checkpoint: Path) -> Iterator[Bed]:
 
 @pytest.fixture(scope="session")
 def sidecar(bed: Bed) -> LocalSidecar:
-    """Ready. Its sessions are the tests' own; nobody kills it or its parts."""
-    sidecar = bed.prepare("shared", slots=SLOTS, max_model_tokens=MAX_MODEL_TOKENS)
+    """Ready. Its sessions are the tests' own; nobody kills it or its parts. Besides the
+    checkpoint's voice it has one made of a clip."""
+    voices_dir = bed.work / "voices"
+    voices_dir.mkdir()
+    output = voices_dir / f"{CLIP_VOICE}.safetensors"
+    made = make(recording_path(), checkpoint=bed.checkpoint, output=output, length_s=CLIP_S)
+    assert made == 0
+    sidecar = bed.prepare(
+        "shared", slots=SLOTS, max_model_tokens=MAX_MODEL_TOKENS, voices_dir=str(voices_dir)
+    )
     sidecar.start()
     sidecar.wait_ready()
     return sidecar

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,10 @@ import torch
 from duplex_sidecar.checkpoint.config import write_config
 from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
 from duplex_sidecar.checkpoint.presets import tiny_config
-from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
+from duplex_sidecar.checkpoint.recording import recording_path
+from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice, write_voice
+from duplex_sidecar.checkpoint.voice_origin import origin_of
+from duplex_sidecar.checkpoint.weights_front_end import write_front_end
 from duplex_sidecar.checkpoint.weights_token2wav import flow_tensor, hift_tensor
 from duplex_sidecar.stages.code2wav.client import Code2WavClient
 from duplex_sidecar.stages.code2wav.config import Code2WavSettings
@@ -36,6 +40,8 @@ from duplex_sidecar.stages.supervisor import (
     StageState,
     Supervisor,
 )
+from duplex_sidecar.voices.clip import read_clip
+from duplex_sidecar.voices.making import make_voice
 from tests.bench.processes import memory
 
 pytestmark = pytest.mark.integration
@@ -154,6 +160,25 @@ async def test_sessions_side_by_side_sound_as_alone(tmp_path: Path, checkpoint: 
         other_voice = await speak(client, "a", "low", 3)
         assert not close_to(alone[0], other_voice)
         assert (await client.health()).streams == ()
+
+
+async def test_a_voice_made_of_a_clip_speaks(tmp_path: Path, checkpoint: Path) -> None:
+    """Out of the front end's hands into a folder of voices; of two clips two sounds."""
+    sizes, voices_dir = tiny_config().token2wav, tmp_path / "voices"
+    write_front_end(checkpoint, sizes, 5)
+    voices_dir.mkdir()
+    origin = origin_of(checkpoint)
+    for name, start_s in (("one", 0.0), ("two", 8.0)):
+        clip = read_clip(recording_path(), start_s, 6.5)
+        voice = make_voice(name, clip, checkpoint, sizes)
+        write_voice(voices_dir / f"{name}.safetensors", voice, origin)
+    spec = stage_spec(tmp_path, checkpoint, voices_dir=str(voices_dir))
+    async with serving(spec) as stage:
+        sounds = [await speak(stage.client, name, name, 3) for name in ("one", "two", "default")]
+        for sound in sounds:
+            assert [len(part) // 2 for part in sound] == TURN_SAMPLES
+        assert not any(close_to(*pair) for pair in combinations(sounds, 2))
+        assert await speak(stage.client, "again", "one", 3) == sounds[0]
 
 
 async def test_chunks_may_be_sent_ahead_and_keep_their_order(

@@ -12,6 +12,10 @@ from PIL import Image
 
 from duplex_sidecar.client.media import SAMPLE_RATE_HZ, read_speech
 
+CLIP_VOICE = "partner"
+CLIP_S = 6.5
+"""A voice of the shared sidecar, made of the first seconds of the shipped recording."""
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

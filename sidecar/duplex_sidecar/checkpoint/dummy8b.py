@@ -20,6 +20,7 @@ from duplex_sidecar.checkpoint.parts import write_parts
 from duplex_sidecar.checkpoint.presets import FULL_LAYERS, Shape, full_config, full_special_ids
 from duplex_sidecar.checkpoint.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from duplex_sidecar.checkpoint.weights import WEIGHTS_VERSION, transformer_tensor
+from duplex_sidecar.checkpoint.weights_front_end import FRONT_END_VERSION
 
 TEXT_PIECES = 1002
 """The tokenizer is the tiny one; the rest of the vocabulary has no token and is never sampled."""
@@ -40,7 +41,8 @@ def make_dummy8b(folder: Path, seed: int = 0, *, thinker_layers: int = FULL_LAYE
     config = full_config(thinker_layers)
     tokenizer_data = train_tokenizer(TEXT_PIECES + len(SPECIAL_TOKENS), full_special_ids())
     inputs = hashlib.blake2b(digest_size=16)
-    for part in (str(WEIGHTS_VERSION).encode(), msgspec.json.encode(config), tokenizer_data):
+    versions = f"{WEIGHTS_VERSION}:{FRONT_END_VERSION}".encode()
+    for part in (versions, msgspec.json.encode(config), tokenizer_data):
         inputs.update(part)
 
     def write(staging: Path) -> None:

@@ -18,6 +18,7 @@ from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 MAX_HEADER_BYTES = 100 * 1000 * 1000
 """The limit of the safetensors format itself."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+_METADATA = "__metadata__"
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
@@ -39,28 +40,17 @@ class _Index(msgspec.Struct):
 
 _decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_entry = msgspec.json.Decoder(_SafetensorsEntry).decode
+_decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
 _decode_index = msgspec.json.Decoder(_Index).decode
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorHeader]:
     """Name -> header of every tensor. Raises CheckpointError (missing, unreadable)."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > MAX_HEADER_BYTES:
-                raise _unreadable(path, f"header of {size} bytes")
-            entries = _decode_header(file.read(size))
-            file_bytes = file.seek(0, io.SEEK_END)
-    except (FileNotFoundError, NotADirectoryError):
-        raise _missing(path) from None
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from None
-    except (struct.error, msgspec.MsgspecError) as error:
-        raise _unreadable(path, f"no safetensors header: {error}") from None
+    entries, size, file_bytes = _read_entries(path)
     found: dict[str, TensorHeader] = {}
     needed_bytes = 8 + size
     for name, raw in entries.items():
-        if name == "__metadata__":
+        if name == _METADATA:
             continue
         try:
             entry = _decode_entry(raw)
@@ -71,6 +61,33 @@ def read_safetensors_header(path: Path) -> dict[str, TensorHeader]:
     if needed_bytes > file_bytes:
         raise _unreadable(path, f"cut off: {file_bytes} of {needed_bytes} bytes")
     return found
+
+
+def read_safetensors_metadata(path: Path) -> dict[str, str]:
+    """What the file says of itself beside its tensors. Raises CheckpointError (missing,
+    unreadable)."""
+    raw = _read_entries(path)[0].get(_METADATA)
+    try:
+        return {} if raw is None else _decode_metadata(raw)
+    except msgspec.MsgspecError as error:
+        raise _unreadable(path, f"metadata: {error}") from None
+
+
+def _read_entries(path: Path) -> tuple[dict[str, msgspec.Raw], int, int]:
+    """Entries of the header, its size and the file's."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > MAX_HEADER_BYTES:
+                raise _unreadable(path, f"header of {size} bytes")
+            entries = _decode_header(file.read(size))
+            return entries, size, file.seek(0, io.SEEK_END)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _missing(path) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise _unreadable(path, f"no safetensors header: {error}") from None
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """What every checkpoint that we make has beside its safetensors file(s): config, tokenizer, flow
-decoder, vocoder and one voice."""
+decoder, vocoder, reference front end and one voice."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from duplex_sidecar.checkpoint.layout import FLOW_NAME, HIFT_NAME, TOKENIZER_NAM
 from duplex_sidecar.checkpoint.layout_token2wav import flow_shapes, hift_shapes
 from duplex_sidecar.checkpoint.voice import DEFAULT_VOICE, Voice, save_voice, seeded_voice
 from duplex_sidecar.checkpoint.voice_format import MAX_PROMPT_CODES
+from duplex_sidecar.checkpoint.weights_front_end import write_front_end
 from duplex_sidecar.checkpoint.weights_token2wav import flow_tensor, hift_tensor
 
 
@@ -24,6 +25,7 @@ def write_parts(folder: Path, config: CheckpointConfig, tokenizer_data: bytes, s
         key: hift_tensor(key, shape, seed) for key, shape in hift_shapes(config.token2wav).items()
     }
     write_state_dict(folder / HIFT_NAME, hift)
+    write_front_end(folder, config.token2wav, seed)
     voice = seeded_voice(DEFAULT_VOICE, MAX_PROMPT_CODES, seed, config.token2wav)
     save_voice(folder, voice)
     return voice

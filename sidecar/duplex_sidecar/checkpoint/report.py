@@ -27,6 +27,7 @@ from duplex_sidecar.checkpoint.layout import (
     optional_names,
     weight_shapes,
 )
+from duplex_sidecar.checkpoint.layout_front_end import FRONT_END_NAMES, check_front_end
 from duplex_sidecar.checkpoint.tokenizer import read_tokenizer
 from duplex_sidecar.checkpoint.voice_format import VOICE_SUFFIX, check_voice_header
 
@@ -59,6 +60,8 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
     tensors: int
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    """What is not there and need not be."""
 
     @property
     def complete(self) -> bool:
@@ -81,6 +84,7 @@ def make_report(folder: Path) -> CheckpointReport:
         files.append(str(path))
         tensors += len(found)
         findings += _compare({str(path): found}, expected, frozenset(), str(path))
+    notes = _check_front_end(folder, config, files, findings)
     tensors += _check_voices(folder, config, files, findings)
     try:
         tokenizer = read_tokenizer(folder)
@@ -91,7 +95,7 @@ def make_report(folder: Path) -> CheckpointReport:
         if tokenizer.size > config.thinker.vocab_size:
             detail = f"{tokenizer.size} ids, but vocab_size is {config.thinker.vocab_size}"
             findings.append(Finding(tokenizer.file_name, "", Problem.BAD_FILE, detail))
-    return CheckpointReport(str(folder), tuple(files), tensors, tuple(findings))
+    return CheckpointReport(str(folder), tuple(files), tensors, tuple(findings), notes)
 
 
 def require_complete(folder: Path) -> CheckpointConfig:
@@ -177,6 +181,25 @@ def _compare(
             detail = f"expected shape {list(shape)}"
             findings.append(Finding(main_file, name, Problem.MISSING, detail))
     return findings
+
+
+def _check_front_end(
+    folder: Path, config: CheckpointConfig, files: list[str], findings: list[Finding]
+) -> tuple[str, ...]:
+    """Only making a voice needs the two models: a checkpoint serves without them. What is there has
+    to be right."""
+    notes: list[str] = []
+    for name in FRONT_END_NAMES:
+        try:
+            check_front_end(folder, name, config.token2wav)
+        except CheckpointError as error:
+            if error.fault is CheckpointFault.MISSING:
+                notes.append(f"{name} is not there: no voice can be made with this checkpoint")
+            else:
+                findings.append(_bad_file(str(name), error))
+            continue
+        files.append(str(name))
+    return tuple(notes)
 
 
 def _check_voices(

@@ -22,6 +22,7 @@ from duplex_sidecar.checkpoint.recording import recording_path
 from duplex_sidecar.checkpoint.replies import SENTENCES
 from duplex_sidecar.checkpoint.tokenizer import parse_tokenizer, train_tokenizer, vocabulary_of
 from duplex_sidecar.checkpoint.weights import WEIGHTS_VERSION, transformer_tensor
+from duplex_sidecar.checkpoint.weights_front_end import FRONT_END_VERSION
 
 _LM_HEAD = "llm.lm_head.weight"
 
@@ -36,7 +37,7 @@ def make_tiny(folder: Path, seed: int = 0, *, cache_dir: Path | None = None) -> 
     tokenizer_data = train_tokenizer(config.thinker.vocab_size)
     inputs = hashlib.blake2b(digest_size=16)
     for part in (
-        f"{WEIGHTS_VERSION}:{FIT_VERSION}".encode(),
+        f"{WEIGHTS_VERSION}:{FIT_VERSION}:{FRONT_END_VERSION}".encode(),
         msgspec.json.encode(config),
         tokenizer_data,
         "\n".join(SENTENCES).encode(),

@@ -1,12 +1,14 @@
-"""Voice files: read, check and make them. NumPy only, so that the sidecar can read one too."""
+"""Voice files: read, check and write them. NumPy only, so that the sidecar can read one too."""
 
 import logging
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from duplex_sidecar.checkpoint.config import Token2WavConfig
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
@@ -23,6 +25,11 @@ from duplex_sidecar.checkpoint.voice_format import (
     VOICE_NAME,
     VOICE_SUFFIX,
     check_voice_header,
+)
+from duplex_sidecar.checkpoint.voice_origin import (
+    VoiceOrigin,
+    check_origin,
+    origin_metadata,
 )
 
 log = logging.getLogger(__name__)
@@ -58,11 +65,13 @@ def voice_references(
     files; what is wrong in `voices_dir` is logged, and no voice."""
     found: dict[str, int] = {}
     for name in voice_names(folder):
-        found[name] = _reference_samples(_file_of(folder, None, name), None)
+        found[name] = _reference_samples(_file_of(folder, None, name))
     for name in () if voices_dir is None else _names_in(voices_dir):
         path = _file_of(folder, voices_dir, name)
         try:
-            found[name] = _reference_samples(path, config)
+            check_voice_header(path, read_safetensors_header(path), config)
+            check_origin(path, folder)
+            found[name] = _reference_samples(path)
         except CheckpointError as error:
             found.pop(name, None)
             log.warning("voice is left out", extra={"fields": {"voice": name, "why": str(error)}})
@@ -81,6 +90,7 @@ def load_voice(
         raise CheckpointError(CheckpointFault.MISSING, str(folder), f"no voice {name!r}")
     path = _file_of(folder, voices_dir, name)
     check_voice_header(path, read_safetensors_header(path), config)
+    check_origin(path, folder)
     tensors = load_file(path)
     voice = Voice(
         name=name,
@@ -106,12 +116,8 @@ def _file_of(folder: Path, voices_dir: Path | None, name: str) -> Path:
     return folder / VOICES_FOLDER / file
 
 
-def _reference_samples(path: Path, config: Token2WavConfig | None) -> int:
-    """config: checked against it where one is given."""
-    header = read_safetensors_header(path)
-    if config is not None:
-        check_voice_header(path, header, config)
-    clip = header.get(REFERENCE)
+def _reference_samples(path: Path) -> int:
+    clip = read_safetensors_header(path).get(REFERENCE)
     return clip.shape[0] if clip is not None and clip.shape else 0
 
 
@@ -119,25 +125,38 @@ def save_voice(folder: Path, voice: Voice) -> Path:
     """Write FOLDER/voices/NAME.safetensors and return its path."""
     path = folder / VOICES_FOLDER / f"{voice.name}{VOICE_SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {
-            PROMPT_CODES: voice.prompt_codes,
-            PROMPT_MEL: voice.prompt_mel,
-            SPEAKER: voice.speaker,
-            REFERENCE: voice.reference_16khz,
-        },
-        path,
-    )
-    path.chmod(0o644)
+    write_voice(path, voice)
     return path
+
+
+def write_voice(path: Path, voice: Voice, origin: VoiceOrigin | None = None) -> None:
+    """Write a voice file, whole or not at all. The same voice gives the same bytes. Raises OSError.
+
+    origin: what it was made with and for; none where nobody knows.
+    """
+    tensors = {
+        PROMPT_CODES: voice.prompt_codes,
+        PROMPT_MEL: voice.prompt_mel,
+        SPEAKER: voice.speaker,
+        REFERENCE: voice.reference_16khz,
+    }
+    data = save(tensors, None if origin is None else origin_metadata(origin))
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(partial).chmod(0o644)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def seeded_voice(name: str, codes: int, seed: int, config: Token2WavConfig) -> Voice:
     """A made-up voice for made-up weights: `codes` prompt codes of `codes / 25` seconds.
 
-    The public front end (speech tokenizer, speaker model) is not at hand, and its output would
-    mean nothing to random weights anyway. The reference clip is a hum: three harmonics of 120 Hz
-    under a slow swell, so that an encoder has something to hear.
+    What a front end says of a clip would mean nothing to random weights. The reference clip is a
+    hum: three harmonics of 120 Hz under a slow swell, so that an encoder has something to hear.
     """
     random = np.random.default_rng(seed)
     seconds = codes / CODE_RATE_HZ

@@ -73,6 +73,8 @@ def report(path: Path) -> int:
         return EXIT_FAILED
     for finding in found.findings:
         console.print(describe(finding), highlight=False, markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     verdict = "complete" if found.complete else f"{len(found.findings)} findings"
     console.print(
         f"{found.path}: {found.tensors} tensors in {len(found.files)} files: {verdict}",

@@ -16,6 +16,7 @@ for _verb, _where, _help in (
     ("serve", "serve:serve", "The sidecar alone, until it is told to stop."),
     ("doctor", "doctor:doctor", "What is present, what is missing, how to fix it."),
     ("checkpoint", "checkpoint:app", "Make a checkpoint to try things with, or look at one."),
+    ("voice", "voice:app", "Make a voice file of a recording, or look at one."),
     ("contract", "contract:app", "Check the model's rules against recorded cases."),
     ("ledger", "ledger:app", "Look at, carry or erase the ledgers of sessions."),
     ("history", "history:app", "Judge what outside observers saw of conversations."),

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,7 @@ def run(
     checkpoint: Path | None = None,
     redis_url: str | None = None,
     contract_tape: Path | None = None,
+    voices_dir: Path | None = None,
 ) -> int:
     """Open the session of a manifest on a sidecar of its own and stream a recording to it.
 
@@ -59,6 +61,8 @@ def run(
         Redis or Valkey. Default: an embedded one for this run.
     contract_tape
         Folder for a tape of the session, for `duplex contract record`. It holds content.
+    voices_dir
+        Folder of voice files (`duplex voice make`), looked into before the checkpoint's own.
     """
     console = Console()
     try:
@@ -73,9 +77,12 @@ def run(
             from duplex_sidecar.checkpoint.tiny import make_tiny
 
             make_tiny(path, cache_dir=default_cache_dir())
-        tape = "" if contract_tape is None else str(contract_tape.absolute())
+        folders = {
+            "contract_tape_dir": "" if contract_tape is None else str(contract_tape.absolute()),
+            "voices_dir": "" if voices_dir is None else str(voices_dir.absolute()),
+        }
         with leaves_in_order():
-            return _run(console, manifest, speech, frames, speed, out, path, redis_url, tape)
+            return _run(console, manifest, speech, frames, speed, out, path, redis_url, folders)
     except KeyboardInterrupt:
         console.print("duplex run: interrupted; what it had started is stopped")
         return INTERRUPTED
@@ -100,7 +107,7 @@ def _run(
     out: Path,
     checkpoint: Path,
     redis_url: str | None,
-    contract_tape_dir: str,
+    folders: Mapping[str, str],
 ) -> int:
     work = Path(tempfile.mkdtemp(prefix="duplex-run-"))
     valkey = EmbeddedValkey(work / "ledger") if redis_url is None else None
@@ -113,7 +120,7 @@ def _run(
             checkpoint=str(checkpoint.absolute()),
             redis_url=redis_url or (valkey.url if valkey else ""),
             cache_dir=str(default_cache_dir().absolute()),
-            contract_tape_dir=contract_tape_dir,
+            **folders,
         )
         sidecar.start()
         with console.status("starting") as status:

@@ -23,6 +23,7 @@ from duplex_sidecar.checkpoint.layout import (
     WEIGHTS_NAME,
     weight_shapes,
 )
+from duplex_sidecar.checkpoint.layout_front_end import SPEAKER_MODEL_NAME, TOKENIZER_MODEL_NAME
 from duplex_sidecar.checkpoint.parts import write_parts
 from duplex_sidecar.checkpoint.presets import TINY_VOCAB_SIZE, tiny_config
 from duplex_sidecar.checkpoint.report import Problem, make_report, require_complete
@@ -58,10 +59,28 @@ def test_a_whole_checkpoint_has_no_findings(folder: Path) -> None:
         WEIGHTS_NAME,
         str(FLOW_NAME),
         str(HIFT_NAME),
+        str(TOKENIZER_MODEL_NAME),
+        str(SPEAKER_MODEL_NAME),
         "voices/default.safetensors",
         "tokenizer.json",
     }
     assert require_complete(folder) == CONFIG
+
+
+def test_a_checkpoint_serves_without_a_front_end_but_not_with_a_wrong_one(folder: Path) -> None:
+    tokenizer, speaker = folder / TOKENIZER_MODEL_NAME, folder / SPEAKER_MODEL_NAME
+    right = tokenizer.read_bytes()
+    tokenizer.unlink()
+    report = make_report(folder)
+    assert report.complete
+    assert [str(TOKENIZER_MODEL_NAME) in note for note in report.notes] == [True]
+    tokenizer.write_bytes(speaker.read_bytes())
+    assert found(folder) == [(str(TOKENIZER_MODEL_NAME), "", Problem.BAD_FILE)]
+    assert "takes 1 inputs, expected 2" in make_report(folder).findings[0].detail
+    tokenizer.write_bytes(right[: len(right) // 2])
+    assert found(folder) == [(str(TOKENIZER_MODEL_NAME), "", Problem.BAD_FILE)]
+    tokenizer.write_bytes(right)
+    assert make_report(folder).notes == ()
 
 
 def test_all_differences_are_told_at_once(folder: Path) -> None:

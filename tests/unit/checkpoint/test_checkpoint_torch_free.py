@@ -14,6 +14,9 @@ MODULES = (
     "report",
     "tokenizer",
     "voice",
+    "voice_origin",
+    "onnx_wire",
+    "layout_front_end",
     "engine_view",
     "behaviour",
 )

@@ -18,10 +18,10 @@ from duplex_sidecar.model.minicpmo45.constants import (
     INPUT_RATE_HZ,
     UNIT_SAMPLES,
 )
+from duplex_sidecar.stages.encoder.filters import slaney_filters
 
 _FFT_SAMPLES = 400
 _HOP_SAMPLES = 160
-_FREQUENCIES = _FFT_SAMPLES // 2 + 1
 
 _CHUNK_FRAMES = UNIT_SAMPLES // _HOP_SAMPLES
 _CONTEXT_FRAMES = 2
@@ -65,7 +65,9 @@ class MelFrontEnd:
     """Holds constants only; all state is in MelState values."""
 
     def __init__(self, mel_bins: int) -> None:
-        self._filters = torch.from_numpy(mel_filters(mel_bins))
+        self._filters = torch.from_numpy(
+            slaney_filters(INPUT_RATE_HZ, _FFT_SAMPLES, mel_bins, INPUT_RATE_HZ / 2)
+        )
         self._window = torch.hann_window(_FFT_SAMPLES)
 
     def step(self, state: MelState, pcm_s16le: bytes) -> tuple[MelState, torch.Tensor]:
@@ -117,35 +119,3 @@ class MelFrontEnd:
         frames = torch.from_numpy(segment).unfold(0, _FFT_SAMPLES, _HOP_SAMPLES) * self._window
         power = torch.fft.rfft(frames).abs().square()
         return (power @ self._filters).clamp(min=_SMALLEST_POWER).log10().T
-
-
-def mel_filters(mel_bins: int) -> NDArray[np.float32]:
-    """Slaney's triangular filters [201, mel_bins], 0 to 8,000 Hz, each of area 1 (Whisper's)."""
-    hertz = np.linspace(0.0, INPUT_RATE_HZ / 2, _FREQUENCIES)
-    highest_mel = _hertz_to_mel(INPUT_RATE_HZ / 2)
-    edges = _mel_to_hertz(np.linspace(0.0, highest_mel, mel_bins + 2))
-    rising = (hertz[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - hertz[:, None]) / (edges[2:] - edges[1:-1])
-    triangles = np.maximum(0.0, np.minimum(rising, falling))
-    return (triangles * (2.0 / (edges[2:] - edges[:-2]))).astype(np.float32)
-
-
-# Slaney's mel scale: linear up to 1,000 Hz (15 mel), then 27 steps per factor of 6.4.
-_LINEAR_HERTZ_PER_MEL = 200.0 / 3
-_LOG_BEGIN_HERTZ = 1000.0
-_LOG_BEGIN_MEL = 15.0
-_LOG_STEP = np.log(6.4) / 27.0
-
-
-def _hertz_to_mel(hertz: float) -> float:
-    if hertz < _LOG_BEGIN_HERTZ:
-        return hertz / _LINEAR_HERTZ_PER_MEL
-    return _LOG_BEGIN_MEL + float(np.log(hertz / _LOG_BEGIN_HERTZ)) / _LOG_STEP
-
-
-def _mel_to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(
-        mel < _LOG_BEGIN_MEL,
-        mel * _LINEAR_HERTZ_PER_MEL,
-        _LOG_BEGIN_HERTZ * np.exp(_LOG_STEP * (mel - _LOG_BEGIN_MEL)),
-    )
