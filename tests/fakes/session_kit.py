@@ -55,6 +55,7 @@ from duplex_sidecar.session.port import Attachment
 from duplex_sidecar.session.registry import Claim, SessionRegistry
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.stages import StageSet
+from duplex_sidecar.stages.envelope import WaveFeed
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traces import Tracing
@@ -223,6 +224,10 @@ class Stages:
             thinker_spare=SpareSeats(2),
             talker_spare=SpareSeats(2),
         )
+
+    def chunks(self) -> Sequence[WaveFeed]:
+        """Everything that the vocoder was fed, in its order."""
+        return self.code2wav.fed
 
     def held(self) -> list[str]:
         """What any stage still holds of any session."""
