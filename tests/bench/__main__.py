@@ -25,6 +25,7 @@ from tests.bench import conditions
 from tests.bench.figures import Broken, Figure, as_json, exit_status, print_table
 from tests.bench.measure_demo import measure_demo
 from tests.bench.measure_kill import measure_kill
+from tests.bench.measure_ledger import measure_ledger
 from tests.bench.measure_memory import measure_memory
 from tests.bench.measure_planner import measure_planner
 from tests.bench.measure_profile import measure_profile
@@ -32,7 +33,7 @@ from tests.bench.measure_start import measure_start
 from tests.bench.measure_units import measure_units
 from tests.bench.rig import Rig
 
-MEASURES = ("planner", "start", "units", "memory", "kill", "profile", "demo")
+MEASURES = ("planner", "ledger", "start", "units", "memory", "kill", "profile", "demo")
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK_RESULTS = conditions.ROOT / ".cache" / "bench"
 
@@ -69,7 +70,7 @@ def main() -> int:
     parser.add_argument("measures", nargs="*", help=f"some of: {', '.join(MEASURES)}")
     parser.add_argument("--quick", action="store_true", help="fewer units: shows that it runs")
     parser.add_argument("--strict", action="store_true", help="a missed target is a failure")
-    parser.add_argument("--name", default="cpu-tiny", help="of the result file")
+    parser.add_argument("--name", help="of the result file (default: cpu-tiny, or ledger)")
     parser.add_argument("--checkpoint", type=Path, help="default: the tiny one, made if need be")
     arguments = parser.parse_args()
     chosen: list[str] = arguments.measures or list(MEASURES)
@@ -100,7 +101,9 @@ def main() -> int:
         "data": results.data,
     }
     folder = QUICK_RESULTS if arguments.quick else RESULTS
-    path = folder / f"{arguments.name}.json"
+    # A run of the ledger alone takes the place of no figure of another run.
+    name = arguments.name or ("ledger" if chosen == ["ledger"] else "cpu-tiny")
+    path = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(document))
     return conclude(results, path, console, arguments.strict)
@@ -114,6 +117,8 @@ def run(rig: Rig, chosen: list[str], results: Results, console: Console) -> None
     """One warm sidecar serves `start`, `units` and `memory`, and is the first victim of `kill`."""
     if "planner" in chosen:
         results.take("planner", lambda: measure_planner(rig.quick), console)
+    if "ledger" in chosen:
+        results.take("ledger", lambda: measure_ledger(rig.quick), console)
     if set(chosen) & {"start", "units", "memory", "kill"}:
         with ExitStack() as stack:
             warm: list[LocalSidecar] = []

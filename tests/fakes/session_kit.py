@@ -25,6 +25,7 @@ from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.ledger.records import Committed
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
@@ -59,6 +60,7 @@ from duplex_sidecar.session.port import Attachment
 from duplex_sidecar.session.registry import Claim, SessionRegistry
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.stages import StageSet
+from duplex_sidecar.stages.envelope import WaveFeed
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 from duplex_sidecar.telemetry.traces import Tracing
@@ -228,6 +230,10 @@ class Stages:
             talker_spare=SpareSeats(2),
         )
 
+    def chunks(self) -> Sequence[WaveFeed]:
+        """Everything that the vocoder was fed, in its order."""
+        return self.code2wav.fed
+
     def held(self) -> list[str]:
         """What any stage still holds of any session."""
         return [
@@ -261,6 +267,7 @@ async def replica(
     clock_s: Callable[[], float] = time.monotonic,
     rebuild_ahead: bool = True,
     call_timeout_ms: int = 3_000,
+    durability: Durability = Durability.MEMORY,
     tapes: Path | None = None,
     placed: bool = False,
     address: str = "",
@@ -272,7 +279,8 @@ async def replica(
     of its door, for the lease.
     """
     stages = stages or Stages()
-    ledger = await Ledger.connect(url, LedgerOptions(call_timeout_ms=call_timeout_ms))
+    options = LedgerOptions(call_timeout_ms=call_timeout_ms, durability=durability)
+    ledger = await Ledger.connect(url, options)
     settings = TelemetrySettings(replica=name)
     tracing, metrics = Tracing(settings), Metrics(settings)
     recorder = tapes and Recorder(tapes, model.vocabulary, model.max_talker_tokens)

@@ -6,49 +6,27 @@ lost, nothing is said twice. Judged by the history checker, from outside.
 
 import sys
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import pytest
 from support import last_run
 
-from duplex_sidecar.history.observations import LedgerEnd
-from duplex_sidecar.history.verdict import Counts, Minimums, Report
+from duplex_sidecar.history.verdict import Minimums
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.export import Line
-from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import MODES, Mode, Terms, undisturbed
-from support.crash_points import (
-    CrashPlans,
-    Moment,
-    Point,
-    every_point,
-    random_points,
-    sample,
-)
-from support.histories import END, Doors, Person, World, converse, short_leases
+from support.crash_ground import Calm, Ground, Talk, Tokens
+from support.crash_points import Moment, Point, every_point, random_points, sample
+from support.histories import Doors, short_leases
 
 pytestmark = pytest.mark.fault
 UNITS = 30
-UNIT_FAILED = "unit_failed"
 LEASE_MS, MARGIN_MS = 900, 150
 RANDOM_CONVERSATIONS = 2
 RANDOM_CONVERSATIONS_LONG = 40
 """For each mode."""
-
-
-@dataclass
-class Calm:
-    """Of undisturbed conversations, found once: the tokens of each mode, and the commands that a
-    conversation and a recovery make."""
-
-    tokens: dict[Mode, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    commands: dict[str, list[str]] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
@@ -64,98 +42,17 @@ def calm() -> Calm:
     return Calm()
 
 
-def given_up(world: World) -> bool:
-    """Whether the open unit was submitted as often as allowed: then the session ends, rightly."""
-    end = next(one for one in world.observer.observations if isinstance(one, LedgerEnd))
-    last = msgspec.json.decode(end.lines[-1], type=Line)
-    return last.kind == "unit" and not last.committed and last.attempts >= MAX_ATTEMPTS
-
-
-class Ground:
-    """Where conversations are held and their replicas killed."""
-
-    def __init__(self, doors: Doors, valkey: EmbeddedValkey, folder: Path, calm: Calm) -> None:
-        self._doors = doors
-        self._valkey = valkey
-        self._folder = folder
-        self.calm = calm
-        self.reports: list[Report] = []
-        self.reached = 0
-
-    async def tokens(self, mode: Mode) -> tuple[tuple[int, ...], ...]:
-        if mode not in self.calm.tokens:
-            url = self._valkey.url
-            said, _ = await undisturbed(url, f"calm-{mode}", Terms(mode), UNITS)
-            self.calm.tokens[mode] = tuple(said)
-        return self.calm.tokens[mode]
-
-    async def commands(self, mode: Mode, points: list[Point], generation: int) -> list[str]:
-        """What the replica of that generation sends to the ledger when these deaths happen."""
-        name = f"list-{mode}-{generation}"
-        if name not in self.calm.commands:
-            plans = await self.hold(name, mode, points)
-            self.calm.commands[name] = plans.plans[generation].commands
-        return self.calm.commands[name]
-
-    async def hold(
-        self, name: str, mode: Mode, points: list[Point], *, proof: bool = True
-    ) -> CrashPlans:
-        """One conversation with these deaths, judged. What is not as it must be is kept as a file
-        whose name is in the failure."""
-        tokens = await self.tokens(mode)
-        # Without the lease's length: a machine that stands still for a second lets frames out late.
-        async with World(self._doors, self._valkey.url, self._folder, name) as world:
-            plans = CrashPlans(world, points)
-            first = await world.start()
-            plans.follow(first, 0)
-            person = Person(world, name)
-            ended = await converse(
-                world,
-                person,
-                Terms(mode),
-                UNITS,
-                first=first,
-                proof=proof,
-                followed=lambda member, generation: plans.follow(member, generation),
-            )
-            await world.finish(name, tokens)
-        report = world.report()
-        last_run.add("crash_points", [report], crash_points=plans.reached)
-        kept = world.observer.write(self._folder / f"{name}.jsonl")
-        assert report.violations == (), f"{points}: {kept}"
-        assert ended == (UNIT_FAILED if given_up(world) else END), f"{points}: {kept}"
-        kept.unlink()
-        self.reports.append(report)
-        self.reached += plans.reached
-        return plans
-
-    @property
-    def counts(self) -> Counts:
-        counts = Counts()
-        for report in self.reports:
-            counts = counts.plus(report.counts)
-        return counts
-
-
 @pytest.fixture
 async def ground(
     valkey: EmbeddedValkey, tmp_path: Path, calm: Calm, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Ground]:
+    async def calm_tokens(mode: Mode) -> Tokens:
+        said, _ = await undisturbed(valkey.url, f"calm-{mode}", Terms(mode), UNITS)
+        return tuple(said)
+
     short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=100)
     async with Doors().open() as doors:
-        yield Ground(doors, valkey, tmp_path, calm)
-
-
-def record(kind: str, points: list[Point]) -> None:
-    moments = Counter(str(point.moment) for point in points)
-    names = Counter(point.name or "any" for point in points)
-    last_run.add(
-        "crash_points",
-        [],
-        planned={kind: len(points)},
-        by_moment=dict(moments),
-        by_command=dict(names),
-    )
+        yield Ground(doors, valkey.url, tmp_path, calm, Talk(UNITS, calm_tokens))
 
 
 @pytest.mark.parametrize("moment", Moment)
@@ -177,7 +74,7 @@ async def test_a_death_at_each_command_of_the_conversation(
         await ground.hold(name, mode, [point], proof=number % 4 != 3)
     # A renewal comes when its time has come: the last one may not come again.
     assert ground.reached >= len(points) - 1
-    record("of the conversation", points)
+    ground.record("of the conversation", points)
 
 
 @pytest.mark.parametrize("moment", Moment)
@@ -193,7 +90,7 @@ async def test_a_death_at_each_command_of_a_recovery(ground: Ground, moment: Mom
     for number, point in enumerate(points):
         await ground.hold(f"{moment}-{number}", "context", [before, point])
     assert Minimums(takeovers=len(points), redos=len(points)).missing(ground.counts) == []
-    record("of a recovery", points)
+    ground.record("of a recovery", points)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -205,4 +102,4 @@ async def test_deaths_at_random(ground: Ground, mode: Mode) -> None:
         points += chosen
         await ground.hold(f"random-{mode}-{seed}", mode, chosen, proof=seed % 3 != 2)
     assert Minimums(takeovers=many, redos=many // 10).missing(ground.counts) == []
-    record("random", points)
+    ground.record("random", points)

@@ -7,7 +7,7 @@ import asyncio
 import contextvars
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from duplex_sidecar.ledger.errors import LedgerError
 from duplex_sidecar.ledger.export import export_lines
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
+from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.port import Attachment
 
 AHEAD_UNITS = 2
@@ -41,6 +42,8 @@ AHEAD_UNITS = 2
 RETRY_S = 0.02
 WAIT_S = 30.0
 END = "session_ended"
+
+MakeStages = Callable[[], Awaitable[Stages]]
 
 _OF: contextvars.ContextVar[str | None] = contextvars.ContextVar("replica", default=None)
 
@@ -53,6 +56,10 @@ def short_leases(
     patch.setattr(store, "MARGIN_MS", margin_ms)
     patch.setattr(lease, "RENEW_PERIOD_MS", renew_ms)
     patch.setattr(lease, "RETRY_PERIOD_MS", renew_ms // 2)
+
+
+async def fake_stages() -> Stages:
+    return Stages()
 
 
 class _Marked:
@@ -139,7 +146,10 @@ class World:
         *,
         lease_ms: int = 0,
         margin_ms: int = 0,
+        model: ServedModel = MODEL,
+        make_stages: MakeStages = fake_stages,
     ) -> None:
+        """make_stages: what a replica stands on; called for each when its predecessors are gone."""
         self.name = name
         self.url = url
         self.members: list[Member] = []
@@ -147,11 +157,13 @@ class World:
             name,
             lease_ms=lease_ms,
             margin_ms=margin_ms,
-            special_ids=MODEL.vocabulary.special_ids,
+            special_ids=model.vocabulary.special_ids,
         )
         self.sockets = SocketProxy(doors.port, self.observer)
         self._doors = doors
         self._folder = folder
+        self._model = model
+        self._make_stages = make_stages
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
         self._stages: list[tuple[str, Stages]] = []
 
@@ -173,7 +185,7 @@ class World:
     ) -> Member:
         """A new replica, behind all that are there."""
         name = f"{self.name}-{len(self._stages)}"
-        stages = stages or Stages()
+        stages = stages or await self._make_stages()
         self._stages.append((name, stages))
         stack = AsyncExitStack()
         path = self._folder / f"{len(self._stages)}-{id(self) % 10_000}.sock"
@@ -183,7 +195,7 @@ class World:
         mark = _OF.set(name)  # of the replica alone: its proxy is not part of its process
         try:
             here = await stack.enter_async_context(
-                replica(proxy.url, name, stages=stages, **options)
+                replica(proxy.url, name, model=self._model, stages=stages, **options)
             )
         finally:
             _OF.reset(mark)
@@ -251,7 +263,7 @@ class World:
         """Look at the ledger and at the vocoders' input."""
         self.observer.note(await ledger_end(self.url, session))
         for name, stages in self._stages:
-            for feed in stages.code2wav.fed:
+            for feed in stages.chunks():
                 if feed.session == session:
                     self.observer.note(StageChunk(name, session, feed.epoch, feed.sequence))
         if reference is not None:
@@ -297,7 +309,16 @@ class Person:
     """One client over all its connections: resumes behind the last event it has, sends input again
     from the acknowledged position."""
 
-    def __init__(self, world: World, session: str, *, client: str = "c") -> None:
+    def __init__(
+        self,
+        world: World,
+        session: str,
+        *,
+        client: str = "c",
+        sound: Callable[[int], bytes] = second,
+        is_speech: Callable[[int], bool] = speaks,
+    ) -> None:
+        """sound, is_speech: of a second, from 1."""
         self._world = world
         self.session = session
         self.client = client
@@ -306,6 +327,8 @@ class Person:
         self.units_done: set[int] = set()
         self.ended: str | None = None
         self._dialled = False
+        self._sound = sound
+        self._is_speech = is_speech
         self.sent_unit = 0
         self._socket: ClientConnection | None = None
 
@@ -363,8 +386,8 @@ class Person:
     async def send_input(self, socket: ClientConnection, through: int) -> None:
         while self.sent_unit < through:
             number = self.sent_unit + 1
-            more = {"from_sample": RATE_HZ * (number - 1), "is_speech": speaks(number)}
-            await self._send(socket, append_event(second(number), **more))
+            more = {"from_sample": RATE_HZ * (number - 1), "is_speech": self._is_speech(number)}
+            await self._send(socket, append_event(self._sound(number), **more))
             self.sent_unit = number
 
     async def _send(self, socket: ClientConnection, event: dict[str, Any]) -> None:

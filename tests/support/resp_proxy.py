@@ -127,6 +127,11 @@ class RespProxy:
         for link in self._links:
             link.cut()
 
+    @property
+    def idle(self) -> bool:
+        """No command waits for the server's answer."""
+        return not any(link.waiting for link in self._links)
+
     async def send_late(self) -> None:
         """What was kept arrives now."""
         late, self._late = self._late, []
@@ -150,7 +155,12 @@ class RespProxy:
         self._tasks.add(task)
         self._connections += 1
         number = self._connections
-        far, far_writer = await dialled(self._upstream)
+        try:
+            far, far_writer = await dialled(self._upstream)
+        except OSError:  # the server is away
+            writer.transport.abort()
+            self._tasks.discard(task)
+            return
         link = _Link(number, writer, far_writer)
         if self.shut:
             link.cut()

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,12 +22,19 @@ START_S = 15.0
 class ValkeyProcess:
     """One server on a port of 127.0.0.1; `arguments` as on its command line."""
 
-    def __init__(self, folder: Path, *arguments: str, sentinel_of: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        sentinel_of: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.port = free_port()
         self._arguments = arguments
         self._sentinel_of = sentinel_of
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,7 +51,7 @@ class ValkeyProcess:
         if self._sentinel_of is not None:
             argv = [str(server_binary()), str(self._sentinel_config()), "--sentinel", *common]
         log = (self.folder / "log").open("ab")
-        self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=self._environment)
         log.close()
         wait_until(self._answers)
 

@@ -161,12 +161,22 @@ def each_event_once(history: SessionHistory) -> Iterator[Violation]:
 
 def each_sample_once(history: SessionHistory) -> Iterator[Violation]:
     """The samples of a turn follow each other without a gap or a repeat, over all connections; a
-    turn's end names their number."""
+    turn's end names their number. What a client was told to be gone counts no more, and a number
+    that a restored server gave again counts as it came last."""
     session = history.session
     spoken: dict[str, dict[int, EventFacts]] = {}
+    of_era: dict[tuple[str, int], int] = {}
     for frame in history.down:
-        if frame.passed_on and frame.event is not None and _last_era(history, frame):
-            spoken.setdefault(frame.client, {}).setdefault(frame.event.sequence, frame.event)
+        if not frame.passed_on:
+            continue
+        events = spoken.setdefault(frame.client, {})
+        if frame.oldest is not None:
+            spoken[frame.client] = {n: event for n, event in events.items() if n < frame.oldest}
+        elif frame.event is not None:
+            key, era = (frame.client, frame.event.sequence), history.era(frame.at_ns)
+            if of_era.setdefault(key, era) < era or frame.event.sequence not in events:
+                of_era[key] = era
+                events[frame.event.sequence] = frame.event
     for client, events in spoken.items():
         positions: dict[int | None, int] = {}
         for number in sorted(events):
@@ -182,10 +192,6 @@ def each_sample_once(history: SessionHistory) -> Iterator[Violation]:
                 rule = Rule.AUDIO_MISSING if event.turn_samples > at else Rule.AUDIO_REPEATED
                 text = f"{client}: turn {event.turn} ends with {at} of {event.turn_samples} samples"
                 yield Violation(rule, session, text)
-
-
-def _last_era(history: SessionHistory, frame: Frame) -> bool:
-    return history.era(frame.at_ns) == history.last_era
 
 
 def epochs(history: SessionHistory) -> Iterator[Violation]:

@@ -17,7 +17,15 @@ MAX_SENDS_IN_A_BURST = 2
 BURST_NS = 150_000_000
 """A script is sent at most twice at once; after that its caller waits for 200 ms."""
 
-_WRITES = frozenset({*OWNERS_SCRIPTS, ScriptName.CREATE, ScriptName.ACQUIRE})
+_WRITES = frozenset(
+    {
+        *OWNERS_SCRIPTS,
+        ScriptName.CREATE,
+        ScriptName.ACQUIRE,
+        ScriptName.BREAK,
+        ScriptName.ERASE,
+    }
+)
 _GIVES_UP = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER})
 _WAITS = frozenset({"WAIT", "WAITAOF"})
 

@@ -1,0 +1,183 @@
+"""What each durability is worth when the ledger's server is treated badly under a conversation:
+where it permits a loss the loss is there to be seen, where it does not nothing is lost. Judged by
+the history checker from outside, and by reading the ledger."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support import last_run
+
+from duplex_sidecar.history.check import check_history
+from duplex_sidecar.history.observations import Frame
+from duplex_sidecar.history.verdict import LOSSES, Report
+from duplex_sidecar.ledger.errors import LedgerError
+from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.server import Durability
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from session_kit import Terms, eventually
+from support.disk_shim import build_shim
+from support.histories import END, Doors, Lost, Member, Person, World, ledger_end, short_leases
+from support.ledger_sites import Fault, Site, site
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+TERMS = Terms("context")
+UNITS = 16
+BEFORE = 5
+"""Units that are done when the fault begins."""
+MORE = 3
+"""Units that are acknowledged under the fault, where anything is."""
+UNDER_FAULT_S = 2.0
+"""How long the fault lasts where nothing is acknowledged: longer than a lease."""
+ANSWERS_S = 1.0
+LEASE_MS, MARGIN_MS = 900, 150
+CALL_TIMEOUT_MS = 800
+
+M, R, F = Durability.MEMORY, Durability.REPLICATED, Durability.FSYNC
+PERMITTED = {
+    Fault.POWER_CUT: {M},
+    Fault.FAILOVER: {M, F},
+    Fault.EMPTIED: {M, R, F},
+    Fault.KILLED: set[Durability](),
+    Fault.STOPPED: set[Durability](),
+    Fault.CLOCK_AHEAD: set[Durability](),
+    Fault.CLOCK_BACK: set[Durability](),
+}
+"""Under which durability each fault may lose what was acknowledged: the promised table."""
+GOES_BACK = {Fault.POWER_CUT, Fault.FAILOVER, Fault.EMPTIED}
+CASES = [
+    pytest.param(fault, durability, id=f"{fault}-{durability}")
+    for fault in Fault
+    for durability in Durability
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture
+def place(tmp_path: Path, library: Path, fault: Fault, durability: Durability) -> Iterator[Site]:
+    with site(tmp_path / "site", library, durability, fault) as made:
+        yield made
+
+
+@pytest.fixture
+async def world(
+    tmp_path: Path, place: Site, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=100)
+    async with (
+        Doors().open() as doors,
+        World(doors, place.url, tmp_path, f"{fault}-{place.durability}") as world,
+    ):
+        yield world
+
+
+async def start(world: World, place: Site) -> Member:
+    return await world.start(durability=place.durability, call_timeout_ms=CALL_TIMEOUT_MS)
+
+
+async def talk_into_the_fault(world: World, place: Site, person: Person, here: Member) -> int:
+    """Returns the last unit that the client was told to be safe, with the fault under way."""
+    talking = asyncio.create_task(person.talk(here, 10_000, close=False))
+    await eventually(lambda: BEFORE in person.units_done)
+    await asyncio.to_thread(place.begin)
+    begun = person.acknowledged_unit
+    with suppress(TimeoutError):
+        await eventually(lambda: person.acknowledged_unit >= begun + MORE, UNDER_FAULT_S)
+    if place.fault is Fault.STOPPED:
+        await asyncio.to_thread(place.strike)  # its owner is still there when it goes on
+    world.kill(here)
+    with suppress(Lost):
+        await talking
+    # What the server does yet it does before the blow, so that its answers tell what it has done.
+    with suppress(TimeoutError):
+        await eventually(lambda: here.proxy.idle, ANSWERS_S)
+    return person.acknowledged_unit
+
+
+async def accepted_units(place: Site, session: str) -> int | None:
+    """What the ledger holds; None without such a session."""
+    reader = await LedgerReader.connect(place.url)
+    try:
+        loaded = await reader.load(session)
+    except LedgerError:
+        return None
+    finally:
+        await reader.close()
+    return max((unit.seq for unit in loaded.accepted), default=0)
+
+
+@pytest.mark.parametrize(("fault", "durability"), CASES)
+async def test_what_is_lost_is_what_the_durability_permits(
+    world: World, place: Site, fault: Fault, durability: Durability, tmp_path: Path
+) -> None:
+    session = world.name
+    person = Person(world, session)
+    here = await start(world, place)
+    await world.open_session(here, session, TERMS)
+    told = await talk_into_the_fault(world, place, person, here)
+    cut_bytes = await asyncio.to_thread(place.strike)
+    if fault in GOES_BACK:
+        world.observer.happened("restored", fault)
+    world.url = place.url
+    left = await accepted_units(place, session)
+    report = await judged(world, session)
+    last_run.add(
+        "durability",
+        [],
+        runs=1,
+        permitted_losses_seen=int(durability in PERMITTED[fault]),
+        lost_where_not_permitted=0 if durability in PERMITTED[fault] else report.lost,
+    )
+    if durability in PERMITTED[fault]:
+        assert report.rules & LOSSES, "the loss was not provoked"
+        assert left is None or left < told
+        assert fault is not Fault.POWER_CUT or cut_bytes > 0
+    else:
+        assert report.violations == ()
+        assert left is not None
+        assert left >= told
+    await world.bury(here)
+    await go_on(world, place, person, here, left)
+    if durability not in PERMITTED[fault]:
+        await world.finish(session)
+        kept = world.observer.write(tmp_path / f"{session}.jsonl")
+        assert world.report().violations == (), kept
+        assert person.ended == END
+        assert person.units_done >= set(range(1, UNITS + 1))
+
+
+async def judged(world: World, session: str) -> Report:
+    """The history up to now, with the ledger as it stands."""
+    end = await ledger_end(world.url, session)
+    return check_history([*world.observer.observations, end])
+
+
+async def go_on(world: World, place: Site, person: Person, lost: Member, left: int | None) -> None:
+    """A successor takes the session up, or says that there is none. A client that has seen what is
+    gone is told so before anything else."""
+    seen = person.last_sequence
+    heir = await start(world, place)
+    world.declare_dead(lost, heir)
+    async with asyncio.timeout(30):
+        while person.ended is None:
+            with suppress(Lost):
+                await person.talk(heir, UNITS)
+            await asyncio.sleep(0)
+    frames = [one for one in world.observer.observations if isinstance(one, Frame)]
+    told = [one.type for one in frames if one.down and one.replica == heir.name]
+    if left is None:
+        assert person.ended == "session_not_found"
+        assert "session.created" not in told, "a lost session is never begun anew"
+        return
+    resumed = next(one.opened for one in frames if one.replica == heir.name and one.opened)
+    rewound = resumed.last_sequence < seen
+    assert ("session.resync_required" in told) == rewound
