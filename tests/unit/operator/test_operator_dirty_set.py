@@ -56,6 +56,34 @@ async def test_marked_twice_is_looked_at_once_in_order() -> None:
     assert bench.seen == ["a", "b", "c"]
 
 
+async def test_what_is_urgent_comes_first() -> None:
+    bench = Bench(at_once=1)
+    for name in ("a", "b", "c"):
+        bench.dirty.mark(Kind.SESSION, key(name))
+    bench.now_s = 2.0
+    for name in ("d", "c", "d"):
+        bench.dirty.mark(Kind.SESSION, key(name), urgent=True)
+    bench.dirty.mark(Kind.SESSION, key("d"))
+    assert (len(bench.dirty), bench.dirty.oldest_s()) == (4, 2.0)
+    async with bench:
+        await bench.dirty.drained()
+    assert bench.seen == ["d", "c", "a", "b"]
+
+
+async def test_urgent_news_during_a_look_stay_urgent() -> None:
+    bench = Bench(at_once=1)
+    bench.gate = asyncio.Event()
+    for name in ("a", "b"):
+        bench.dirty.mark(Kind.SESSION, key(name))
+    async with bench:
+        await bench.begun.wait()
+        bench.dirty.mark(Kind.SESSION, key("a"), urgent=True)
+        bench.dirty.mark(Kind.SESSION, key("a"))
+        bench.gate.set()
+        await bench.dirty.drained()
+    assert bench.seen == ["a", "a", "b"]
+
+
 async def test_news_during_a_look_leads_to_another() -> None:
     bench = Bench()
     bench.gate = asyncio.Event()
