@@ -131,6 +131,10 @@ class Observer:
     async def _pod(self, session: SessionObject, placement: Placement) -> PodView:
         pod = self._context.store.pod_by_uid(placement.pod_uid)
         feed = self._context.fleet.pod(placement.pod_uid)
+        if pod is not None and pod.pool != session.pool_key:
+            # Not by us: a status may be written by others, too.
+            sentence = f"pod {placement.pod} is not of pool {session.pool_key}"
+            return PodView(placement.pod_uid, placement.pod, PodHealth.DEAD, "ForeignPod", sentence)
         judged = _judge_object(placement, pod, feed)
         if judged is not None:
             return judged

@@ -100,6 +100,7 @@ class SessionReconciler:
     async def __call__(self, key: ObjectKey) -> float | None:
         """Returns after how many seconds to look again."""
         for _ in range(MOST_STEPS):
+            self._context.dirty.seen(Kind.SESSION, key)
             session = self._context.store.sessions.get(key)
             if session is None:
                 return None

@@ -111,8 +111,11 @@ class Routes:
             reason=reason or "",
         )
 
-    async def records(self) -> AsyncIterator[tuple[str, RouteRecord]]:
-        """Every route record there is: (session uid, record)."""
+    async def records(
+        self, known: Callable[[str], bool] = lambda _: False
+    ) -> AsyncIterator[tuple[str, RouteRecord]]:
+        """Every route record there is: (session uid, record). Those of `known` uids are passed over
+        unread."""
         cursor = 0
         while True:
             found = await self._do(
@@ -121,8 +124,10 @@ class Routes:
             cursor, keys = cast("tuple[int, list[str]]", found)
             for key in keys:
                 uid = route_uid(key)
-                record = None if uid is None else await self.read(uid)
-                if uid is not None and record is not None:
+                if uid is None or known(uid):
+                    continue
+                record = await self.read(uid)
+                if record is not None:
                     yield uid, record
             if cursor == 0:
                 return

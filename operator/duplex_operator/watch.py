@@ -94,6 +94,11 @@ class DirtySet:
         heapq.heappush(self._due, (at, next(self._numbers), item))
         self._news.set()
 
+    def seen(self, kind: Kind, key: ObjectKey) -> None:
+        """Said by who looks at it right now, before anything of it is read: all news until here,
+        those of the looker's own writes too, will be in what is read."""
+        self._again.pop(Item(kind, key), None)
+
     def awaits(self, kind: Kind, key: ObjectKey) -> bool:
         """Whether it is on the timetable."""
         return Item(kind, key) in self._due_at

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from support.kube import KubeError
 from support.operators import login
 
+from duplex_operator.apply import ApiError
 from scripts.cluster import say
 from tests.bench import conditions
 from tests.bench.__main__ import QUICK_RESULTS, RESULTS, dump
@@ -78,7 +80,7 @@ def watching(world: World) -> SessionWatch:
 async def measure_arrivals(run: Run) -> None:
     """`calm`, `rush` and `death` share one world, and what is in it."""
     rush_s, present = (15.0, 100) if run.quick else (60.0, 500)
-    pods = 10 if run.quick else 40
+    pods = 20 if run.quick else 50
     async with made(pods=pods, slots=100) as world, watching(world) as watch:
         with world.operator() as operator:
             await operator.until_ready()
@@ -143,7 +145,8 @@ async def measure_death(run: Run, world: World, watch: SessionWatch, *, delete: 
     section = "death, and its object goes" if delete else "death of the process"
     say(section)
     await world.order("attach")
-    await asyncio.sleep(3.0)
+    await watch.until(list(watch.uids), "Connected", WAIT_S)
+    await asyncio.sleep(1.0)
     killed = await world.order("kill", sessions=VICTIMS, delete=delete)
     uids, at_s = killed["uids"], float(killed["at_s"])
     off = next(pod for uid, pod in reversed(watch.placed) if uid == uids[0])
@@ -240,7 +243,7 @@ def main() -> int:
     for name in chosen:
         try:
             asyncio.run(SECTIONS[name](run))
-        except (TimeoutError, RuntimeError, OSError) as error:
+        except (TimeoutError, RuntimeError, OSError, ApiError, KubeError) as error:
             broken[name] = f"{type(error).__name__}: {error}"
             say(broken[name])
     document = {

@@ -284,6 +284,9 @@ def _absent(facts: SessionFacts, placement: Placement) -> Action:
     """The pod is well and does not know the session (under this fence)."""
     if facts.session.status.phase in RUNNING_PHASES:
         return _lost(facts, "ReplicaRestarted", f"pod {placement.pod} runs it no more")
+    if isinstance(facts.verdict, Refused):
+        # Its pool takes it no more, or never did and the placement is none of ours.
+        return _requeue(facts, facts.verdict.reason, facts.verdict.sentence)
     if facts.memory.opened_fence == placement.fence:
         waited_ms = facts.now_ms - facts.memory.opened_ms
         if waited_ms < facts.limits.reopen_after_ms:

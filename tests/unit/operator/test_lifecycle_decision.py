@@ -208,6 +208,14 @@ def test_counters_are_no_news() -> None:
         assert is_news(before, msgspec.structs.replace(before, **told)), told
 
 
+def test_what_its_pool_does_not_take_is_not_opened() -> None:
+    refused = Refused(RefusalReason.NAMESPACE_NOT_ALLOWED, "not yours")
+    action = decide(placed(verdict=refused))
+    assert isinstance(action, WriteStatus)
+    assert action.status.placement is None
+    assert isinstance(decide(placed(verdict=refused, said=said())), WriteStatus)
+
+
 def test_a_session_that_its_replica_lost_is_placed_again() -> None:
     lost = placed(SessionPhase.READY)
     assert decide(lost) == AskForSlot()

@@ -98,6 +98,28 @@ async def test_news_during_a_look_leads_to_another() -> None:
     assert bench.seen == ["a", "a"]
 
 
+async def test_news_that_the_look_still_reads_lead_to_no_other() -> None:
+    bench = Bench()
+    looks = 0
+
+    async def reconcile(found: ObjectKey) -> None:
+        nonlocal looks
+        looks += 1
+        bench.dirty.mark(Kind.SESSION, found)
+        bench.dirty.seen(Kind.SESSION, found)
+        if looks == 1:
+            await asyncio.sleep(0)
+            bench.dirty.mark(Kind.SESSION, found)
+
+    bench.dirty.mark(Kind.SESSION, key("a"))
+    bench.dirty.seen(Kind.SESSION, key("a"))
+    work = asyncio.create_task(bench.dirty.run({Kind.SESSION: reconcile}, 1))
+    await bench.dirty.drained()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert looks == 2
+
+
 async def test_a_broken_object_stops_nobody_and_is_tried_again() -> None:
     bench = Bench(at_once=1)
     bench.failing = {"a"}
