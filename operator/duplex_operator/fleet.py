@@ -1,7 +1,8 @@
 """All pods as their sidecars tell it: one feed each, and who has fallen silent.
 
-A pod's feed is the first to know of its death: a beat comes each second, and 3 s without a line
-make the pod suspect. What follows from that is decided elsewhere.
+A pod's feed is the first to know of its death: a beat comes each second. One that breaks off and
+cannot be dialled again, or `suspect_after_s` without a line, makes the pod suspect. What follows
+from that is decided elsewhere, by the leases of its sessions.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from duplex_operator.decide.status import is_news
 from duplex_operator.feed import FeedLine, FeedPhase, FeedSession, HelloLine, PodLine
 from duplex_operator.names import ADMIN_PORT, admin_server_name
 from duplex_operator.objects import Kind, ObjectKey, PodObject, PodPhase
@@ -29,13 +31,13 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
-WATCHDOG_PERIOD_S = 0.25
+WATCHDOG_PERIOD_S = 0.1
 MOST_SESSIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PodFeed:
-    """One pod's latest word. heard_s: monotonic time of its last line. slots: of its hello.
+    """One pod's latest word. slots: of its hello.
     listed: since it connected it has told of every session there.
     told_to_drain: this operator has asked it to, whether or not the feed says so yet."""
 
@@ -44,7 +46,6 @@ class PodFeed:
     pool: ObjectKey
     connected: bool = False
     listed: bool = False
-    heard_s: float = 0.0
     replica: str = ""
     version: str = ""
     model_name: str = ""
@@ -68,9 +69,11 @@ class PodFeed:
 
 @dataclass(slots=True)
 class _Line:
-    """The feed's task and what it has heard."""
+    """The feed's task and what it has heard. heard_s: monotonic time of its last line, 0 before it
+    was first dialled."""
 
     feed: PodFeed
+    heard_s: float = 0.0
     sessions: dict[str, FeedSession] = field(default_factory=dict)
     untold: set[str] = field(default_factory=set)
     """Sessions of before this connection that it has not told of yet."""
@@ -86,12 +89,14 @@ class Fleet:
         store: Store,
         dirty: DirtySet,
         *,
-        suspect_after_s: float = 3.0,
+        suspect_after_s: float = 2.0,
+        counters_period_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._dirty = dirty
         self._suspect_after_s = suspect_after_s
+        self._counters_period_s = counters_period_s
         self._clock = clock
         self._lines: dict[str, _Line] = {}
         self._credentials: dict[ObjectKey, AdminCredentials] = {}
@@ -181,11 +186,13 @@ class Fleet:
         task.add_done_callback(self._closing.discard)
 
     def _judge(self, line: _Line) -> None:
-        feed = line.feed
-        silent = feed.heard_s and self._clock() - feed.heard_s > self._suspect_after_s
-        if silent and not feed.suspect:
-            log.warning("pod %s: silent for %.1f s", feed.pod, self._suspect_after_s)
-            self._update(line, replace(feed, suspect=True))
+        if line.heard_s and self._clock() - line.heard_s > self._suspect_after_s:
+            self._suspect(line, f"silent for {self._suspect_after_s:.1f} s")
+
+    def _suspect(self, line: _Line, why: str) -> None:
+        if not line.feed.suspect:
+            log.warning("pod %s: %s", line.feed.pod, why)
+            self._update(line, replace(line.feed, suspect=True))
             self._mark_sessions(line)
 
     def _pod_changed(self, change: Change[PodObject]) -> None:
@@ -219,7 +226,7 @@ class Fleet:
             address = AdminAddress(pod.ip, ADMIN_PORT, server_name)
             line.client = SidecarClient(address, credentials)
             # A pod that never says a word is suspect in the end, too.
-            line.feed = replace(line.feed, heard_s=self._clock())
+            line.heard_s = self._clock()
             line.task = asyncio.create_task(self._listen(line, line.client), name=f"feed {uid}")
 
     def _forget(self, pod_uid: str, *, keep_words: bool = False) -> None:
@@ -232,7 +239,7 @@ class Fleet:
             self._close_later(line.client)
         if keep_words:
             self._lines[pod_uid] = _Line(
-                replace(line.feed, connected=False, listed=False), line.sessions
+                replace(line.feed, connected=False, listed=False), sessions=line.sessions
             )
 
     async def _listen(self, line: _Line, client: SidecarClient) -> None:
@@ -245,7 +252,11 @@ class Fleet:
                     async for said in lines:
                         retry_s = FIRST_RETRY_S
                         self._hear(line, said)
-            except (SidecarUnreachableError, SidecarRefusalError) as error:
+            except SidecarUnreachableError as error:
+                log.debug("feed of %s: %s", line.feed.pod, error)
+                if not line.feed.connected and line.feed.replica:
+                    self._suspect(line, "its feed broke off and cannot be dialled")
+            except SidecarRefusalError as error:
                 log.debug("feed of %s: %s", line.feed.pod, error)
             except Exception:
                 # Whatever it was, a pod that is never dialled again would stay suspect for good.
@@ -256,19 +267,15 @@ class Fleet:
             retry_s = min(retry_s * 2, LONGEST_RETRY_S)
 
     def _hear(self, line: _Line, said: FeedLine) -> None:
-        heard = replace(line.feed, heard_s=self._clock(), suspect=False)
+        line.heard_s = self._clock()
+        heard = replace(line.feed, suspect=False) if line.feed.suspect else line.feed
         match said:
             case HelloLine():
                 line.untold = set(line.sessions)
                 self._update(line, _greeted(heard, said))
             case FeedSession():
-                line.untold.discard(said.session)
-                if said.phase is FeedPhase.GONE:
-                    line.sessions.pop(said.session, None)
-                elif said.session in line.sessions or len(line.sessions) < MOST_SESSIONS:
-                    line.sessions[said.session] = said
                 self._update(line, heard)
-                self._mark_uids((said.session,))
+                self._hear_of_session(line, said)
             case PodLine():
                 told = replace(
                     heard, ready=said.ready, draining=said.draining, free_slots=said.free_slots
@@ -276,6 +283,25 @@ class Fleet:
                 self._hear_end_of_list(line, told)
             case _:
                 self._hear_end_of_list(line, heard)
+
+    def _hear_of_session(self, line: _Line, said: FeedSession) -> None:
+        """Counters move each second in each session: they wait for their time, spread out so that
+        thousands of sessions do not have theirs together."""
+        uid = said.session
+        line.untold.discard(uid)
+        before = line.sessions.get(uid)
+        if said.phase is FeedPhase.GONE:
+            line.sessions.pop(uid, None)
+        elif before is not None or len(line.sessions) < MOST_SESSIONS:
+            line.sessions[uid] = said
+        session = self._store.session_by_uid(uid)
+        if session is None:
+            return
+        if before is None or is_news(before, said):
+            self._dirty.mark(Kind.SESSION, session.meta.key)
+        elif not self._dirty.awaits(Kind.SESSION, session.meta.key):
+            delay_s = self._counters_period_s * (1.0 + random.random() / 2)
+            self._dirty.mark_after(Kind.SESSION, session.meta.key, delay_s)
 
     def _hear_end_of_list(self, line: _Line, heard: PodFeed) -> None:
         """The first line after the hello that is about no session: all sessions have been told of,
@@ -299,7 +325,7 @@ class Fleet:
 
     def _update(self, line: _Line, feed: PodFeed) -> None:
         before, line.feed = line.feed, feed
-        if replace(before, heard_s=feed.heard_s) != feed:
+        if before is not feed and before != feed:
             self._tell(feed.pool)
 
     def _tell(self, pool: ObjectKey) -> None:
@@ -309,13 +335,7 @@ class Fleet:
 
     def _mark_sessions(self, line: _Line) -> None:
         for session in self._store.placed_on(line.feed.pod_uid):
-            self._dirty.mark(Kind.SESSION, session.meta.key)
-
-    def _mark_uids(self, uids: "set[str] | tuple[str, ...]") -> None:
-        for uid in uids:
-            session = self._store.session_by_uid(uid)
-            if session is not None:
-                self._dirty.mark(Kind.SESSION, session.meta.key)
+            self._dirty.mark(Kind.SESSION, session.meta.key, urgent=True)
 
 
 def _greeted(feed: PodFeed, hello: HelloLine) -> PodFeed:

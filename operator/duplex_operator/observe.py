@@ -29,6 +29,8 @@ from duplex_operator.routes import LeaseView, LedgerAwayError
 TOKEN_GRUDGE_MS = 5_000
 REFRESH_READ_MS = 600_000
 POD_GRUDGE_MS = 60_000
+UNKNOWN_LEASE_MS = 1_000
+"""What is taken to be left of a suspect pod's lease while the ledger does not answer."""
 _LEDGER_PHASES = {"": LedgerPhase.NONE, "parked": LedgerPhase.PARKED, "ended": LedgerPhase.ENDED}
 
 
@@ -121,21 +123,27 @@ class Observer:
     def _pod_without_ledger(self, placement: Placement) -> PodView:
         pod = self._context.store.pod_by_uid(placement.pod_uid)
         feed = self._context.fleet.pod(placement.pod_uid)
-        return _judge_object(placement, pod, feed) or _unheard(placement)
+        judged = _judge_object(placement, pod, feed)
+        if judged is None and feed is not None and feed.suspect:
+            return replace(_unheard(placement), lease_left_ms=UNKNOWN_LEASE_MS)
+        return judged or _unheard(placement)
 
     async def _pod(self, session: SessionObject, placement: Placement) -> PodView:
         pod = self._context.store.pod_by_uid(placement.pod_uid)
         feed = self._context.fleet.pod(placement.pod_uid)
+        if pod is not None and pod.pool != session.pool_key:
+            # Not by us: a status may be written by others, too.
+            sentence = f"pod {placement.pod} is not of pool {session.pool_key}"
+            return PodView(placement.pod_uid, placement.pod, PodHealth.DEAD, "ForeignPod", sentence)
         judged = _judge_object(placement, pod, feed)
         if judged is not None:
             return judged
         if feed is not None and feed.suspect:
             lease = await self._context.routes.lease(session.meta.uid)
-            if not lease.held:
-                sentence = f"pod {placement.pod} is silent and its lease has run out"
-                return PodView(
-                    placement.pod_uid, placement.pod, PodHealth.DEAD, "PodSilent", sentence
-                )
+            if lease.held:
+                return replace(_unheard(placement), lease_left_ms=lease.left_ms)
+            sentence = f"pod {placement.pod} is silent and its lease has run out"
+            return PodView(placement.pod_uid, placement.pod, PodHealth.DEAD, "PodSilent", sentence)
         return _unheard(placement)
 
     async def _ledger_word(self, uid: str, placement: Placement) -> LedgerWord:

@@ -81,7 +81,7 @@ class Placer:
         served = place(str(pool), queue, self.slots_of(pool))
         for uid, assignment in served.assigned.items():
             self._board.promise(uid, assignment)
-            self._mark(uid)
+            self._mark(uid, urgent=True)
         for uid, wait in served.waits.items():
             if self._board.answer(uid, wait):
                 self._mark(uid)
@@ -94,8 +94,7 @@ class Placer:
         for pod in self._store.pods_of(pool):
             uid = pod.meta.uid
             feed = self._fleet.pod(uid)
-            used = {session.meta.uid for session in self._store.placed_on(uid)}
-            used |= self._board.promised_on(uid)
+            used = self._store.placed_uids(uid) | self._board.promised_on(uid)
             takes = (
                 feed is not None
                 and feed.takes_sessions
@@ -116,7 +115,7 @@ class Placer:
         if after is None or after.status.placement != before.status.placement:
             self.poke(before.pool_key)
 
-    def _mark(self, uid: str) -> None:
+    def _mark(self, uid: str, *, urgent: bool = False) -> None:
         session = self._store.session_by_uid(uid)
         if session is not None:
-            self._dirty.mark(Kind.SESSION, session.meta.key)
+            self._dirty.mark(Kind.SESSION, session.meta.key, urgent=urgent)

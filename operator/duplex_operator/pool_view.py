@@ -82,7 +82,7 @@ def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
     said = context.fleet.sessions_on(pod_uid) if connected else {}
     return frozenset(
         (
-            *(session.meta.uid for session in context.store.placed_on(pod_uid)),
+            *context.store.placed_uids(pod_uid),
             *(uid for uid, session in said.items() if session.phase in _LIVE),
             *context.board.promised_on(pod_uid),
         )

@@ -35,7 +35,7 @@ from duplex_operator.decide.actions import (
     WriteStatus,
 )
 from duplex_operator.decide.facts import Refusal, SessionFacts
-from duplex_operator.decide.lifecycle import decide
+from duplex_operator.decide.lifecycle import decide, suspect_look_s
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.decide.status import status_patch
 from duplex_operator.manifests import manifest_text
@@ -100,6 +100,7 @@ class SessionReconciler:
     async def __call__(self, key: ObjectKey) -> float | None:
         """Returns after how many seconds to look again."""
         for _ in range(MOST_STEPS):
+            self._context.dirty.seen(Kind.SESSION, key)
             session = self._context.store.sessions.get(key)
             if session is None:
                 return None
@@ -385,8 +386,5 @@ class SessionReconciler:
                 await keep_route(self._context, session, known)
             except LedgerAwayError:
                 after_s = min(after_s or RETRY_S, RETRY_S)
-        if facts.placement is not None:
-            feed = self._context.fleet.pod(facts.placement.pod_uid)
-            if feed is not None and feed.suspect:
-                after_s = min(after_s or SOON_S, SOON_S)
-        return after_s
+        look_s = suspect_look_s(facts.pod)
+        return after_s if look_s is None else min(after_s or look_s, look_s)

@@ -37,7 +37,12 @@ class Reign:
         login: Callable[[], kopf.ConnectionInfo],
     ) -> None:
         store, dirty, board = Store(), DirtySet(), PlacementBoard()
-        fleet = Fleet(store, dirty, suspect_after_s=settings.suspect_after_s)
+        fleet = Fleet(
+            store,
+            dirty,
+            suspect_after_s=settings.suspect_after_s,
+            counters_period_s=settings.counters_period_s,
+        )
         self.context = Context(
             settings=settings,
             store=store,

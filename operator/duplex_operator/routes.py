@@ -41,10 +41,11 @@ class LedgerAwayError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """held: somebody's lease has not run out. fence: the largest ever taken. phase, reason: the
-    ledger's own words."""
+    """held: somebody's lease has not run out; left_ms: when it will. fence: the largest ever taken.
+    phase, reason: the ledger's own words."""
 
     held: bool
+    left_ms: int
     fence: int
     phase: str
     reason: str
@@ -101,15 +102,20 @@ class Routes:
         time_of_day, fields = cast("tuple[tuple[int, int], list[str | None]]", await self._do(look))
         until, nonce, fence, phase, reason = fields
         now_ms = time_of_day[0] * 1000 + time_of_day[1] // 1000
+        left_ms = max(0, int(until or 0) - now_ms) if nonce else 0
         return LeaseView(
-            held=bool(nonce) and int(until or 0) > now_ms,
+            held=left_ms > 0,
+            left_ms=left_ms,
             fence=int(fence or 0),
             phase=phase or "",
             reason=reason or "",
         )
 
-    async def records(self) -> AsyncIterator[tuple[str, RouteRecord]]:
-        """Every route record there is: (session uid, record)."""
+    async def records(
+        self, known: Callable[[str], bool] = lambda _: False
+    ) -> AsyncIterator[tuple[str, RouteRecord]]:
+        """Every route record there is: (session uid, record). Those of `known` uids are passed over
+        unread."""
         cursor = 0
         while True:
             found = await self._do(
@@ -118,8 +124,10 @@ class Routes:
             cursor, keys = cast("tuple[int, list[str]]", found)
             for key in keys:
                 uid = route_uid(key)
-                record = None if uid is None else await self.read(uid)
-                if uid is not None and record is not None:
+                if uid is None or known(uid):
+                    continue
+                record = await self.read(uid)
+                if record is not None:
                     yield uid, record
             if cursor == 0:
                 return

@@ -29,7 +29,7 @@ class OperatorSettings:
     reconciles_at_once: int = 24
     relist_period_s: float = 300.0
     secrets_period_s: float = 30.0
-    suspect_after_s: float = 3.0
+    suspect_after_s: float = 2.0
     erase_bound_s: float = 30.0
     """How long a deleted session's finalizer waits for its erasure."""
     counters_period_s: float = 60.0

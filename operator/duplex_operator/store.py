@@ -2,7 +2,7 @@
 indexes over them. No I/O: watches, relists and the answers to our own writes feed it."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -120,7 +120,7 @@ class Store:
         self.nodes: Shelf[NodeObject] = Shelf(self._node_changed)
         self._session_by_uid: dict[str, ObjectKey] = {}
         self._pod_by_uid: dict[str, ObjectKey] = {}
-        self._placed: dict[str, set[ObjectKey]] = {}
+        self._placed: dict[str, dict[str, ObjectKey]] = {}
         self._sessions_of_pool: dict[ObjectKey, set[ObjectKey]] = {}
         self._pods_of_pool: dict[ObjectKey, set[ObjectKey]] = {}
 
@@ -134,7 +134,11 @@ class Store:
 
     def placed_on(self, pod_uid: str) -> tuple[SessionObject, ...]:
         """Sessions whose `status.placement` names this pod: each takes one of its slots."""
-        return self._sessions(self._placed.get(pod_uid, ()))
+        return self._sessions(self._placed.get(pod_uid, {}).values())
+
+    def placed_uids(self, pod_uid: str) -> Set[str]:
+        """Their uids. Good until the next change."""
+        return self._placed.get(pod_uid, {}).keys()
 
     def sessions_of(self, pool: ObjectKey) -> tuple[SessionObject, ...]:
         """Sessions whose poolRef names this pool, ended and deleted ones too."""
@@ -153,12 +157,16 @@ class Store:
             self._session_by_uid.pop(old.meta.uid, None)
             _discard(self._sessions_of_pool, old.pool_key, old.meta.key)
             if old.status.placement is not None:
-                _discard(self._placed, old.status.placement.pod_uid, old.meta.key)
+                placed = self._placed[old.status.placement.pod_uid]
+                del placed[old.meta.uid]
+                if not placed:
+                    del self._placed[old.status.placement.pod_uid]
         if (new := change.after) is not None:
             self._session_by_uid[new.meta.uid] = new.meta.key
             self._sessions_of_pool.setdefault(new.pool_key, set()).add(new.meta.key)
             if new.status.placement is not None:
-                self._placed.setdefault(new.status.placement.pod_uid, set()).add(new.meta.key)
+                placed = self._placed.setdefault(new.status.placement.pod_uid, {})
+                placed[new.meta.uid] = new.meta.key
         for listener in self.listeners.session:
             listener(change)
 
@@ -181,14 +189,9 @@ class Store:
             listener(change)
 
 
-def _discard(
-    index: dict[str, set[ObjectKey]] | dict[ObjectKey, set[ObjectKey]],
-    name: str | ObjectKey,
-    key: ObjectKey,
-) -> None:
-    table: dict[object, set[ObjectKey]] = index  # pyright: ignore[reportAssignmentType]
-    keys = table.get(name)
+def _discard(index: dict[ObjectKey, set[ObjectKey]], name: ObjectKey, key: ObjectKey) -> None:
+    keys = index.get(name)
     if keys is not None:
         keys.discard(key)
         if not keys:
-            del table[name]
+            del index[name]

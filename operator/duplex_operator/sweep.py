@@ -33,9 +33,12 @@ async def sweep_ledgers(context: Context) -> None:
 async def sweep_once(context: Context) -> int:
     """Returns how many ledgers were erased."""
     orphans: list[str] = []
-    async for uid, record in context.routes.records():
-        namespace = record.session.partition("/")[0]
-        if context.settings.watches(namespace) and context.store.session_by_uid(uid) is None:
+
+    def present_here(uid: str) -> bool:
+        return context.store.session_by_uid(uid) is not None
+
+    async for uid, record in context.routes.records(present_here):
+        if context.settings.watches(record.session.partition("/")[0]):
             orphans.append(uid)
     if not orphans:
         return 0

@@ -38,6 +38,7 @@ Reconcile = Callable[[ObjectKey], Awaitable[float | None]]
 
 class DirtySet:
     """A bounded set of objects to look at, in order of first marking, and a timetable beside it.
+    Urgent ones come before all others: what was begun is brought on before something new is begun.
 
     `run` serves it with `at_once` tasks until cancelled. A reconciler that raises is tried again
     with backoff; it stops nobody else.
@@ -45,9 +46,10 @@ class DirtySet:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._urgent: dict[Item, float] = {}
         self._dirty: dict[Item, float] = {}
         self._busy: set[Item] = set()
-        self._again: set[Item] = set()
+        self._again: dict[Item, bool] = {}
         self._due: list[tuple[float, int, Item]] = []
         self._due_at: dict[Item, float] = {}
         self._numbers = count()
@@ -60,20 +62,28 @@ class DirtySet:
         self.failed = 0
 
     def __len__(self) -> int:
-        return len(self._dirty)
+        return len(self._dirty) + len(self._urgent)
 
-    def mark(self, kind: Kind, key: ObjectKey) -> None:
+    def mark(self, kind: Kind, key: ObjectKey, *, urgent: bool = False) -> None:
         """Look at it soon. Beyond the bound it is left to the next full relist."""
         item = Item(kind, key)
         if item in self._busy:
-            self._again.add(item)
+            self._again[item] = urgent or self._again.get(item, False)
+        elif item in self._urgent:
+            return
+        elif urgent:
+            self._urgent[item] = self._dirty.pop(item, self._clock())
+            self._told()
         elif item not in self._dirty:
             if len(self._dirty) >= MOST_DIRTY:
                 self.overflowed += 1
                 return
             self._dirty[item] = self._clock()
-            self._news.set()
-            self._idle.clear()
+            self._told()
+
+    def _told(self) -> None:
+        self._news.set()
+        self._idle.clear()
 
     def mark_after(self, kind: Kind, key: ObjectKey, delay_s: float) -> None:
         """Look at it in `delay_s`, or earlier if asked so before."""
@@ -84,10 +94,20 @@ class DirtySet:
         heapq.heappush(self._due, (at, next(self._numbers), item))
         self._news.set()
 
+    def seen(self, kind: Kind, key: ObjectKey) -> None:
+        """Said by who looks at it right now, before anything of it is read: all news until here,
+        those of the looker's own writes too, will be in what is read."""
+        self._again.pop(Item(kind, key), None)
+
+    def awaits(self, kind: Kind, key: ObjectKey) -> bool:
+        """Whether it is on the timetable."""
+        return Item(kind, key) in self._due_at
+
     def oldest_s(self) -> float:
         """How long the first in the set has been waiting."""
-        first = next(iter(self._dirty.values()), None)
-        return 0.0 if first is None else self._clock() - first
+        waiting = (self._urgent, self._dirty)
+        first = [next(iter(items.values())) for items in waiting if items]
+        return self._clock() - min(first) if first else 0.0
 
     async def drained(self) -> None:
         """Returns when nothing is dirty and nobody is busy (what is due later does not count)."""
@@ -107,10 +127,10 @@ class DirtySet:
                 await self._look_at(item, reconcilers[item.kind])
             finally:
                 self._busy.discard(item)
-                if item in self._again:
-                    self._again.discard(item)
-                    self.mark(item.kind, item.key)
-                if not self._dirty and not self._busy:
+                again = self._again.pop(item, None)
+                if again is not None:
+                    self.mark(item.kind, item.key, urgent=again)
+                if not len(self) and not self._busy:
                     self._idle.set()
 
     async def _look_at(self, item: Item, reconcile: Reconcile) -> None:
@@ -134,11 +154,12 @@ class DirtySet:
     async def _take(self) -> Item:
         while True:
             self._promote_due()
-            if self._dirty:
-                item = next(iter(self._dirty))
-                del self._dirty[item]
+            items = self._urgent or self._dirty
+            if items:
+                item = next(iter(items))
+                del items[item]
                 self._busy.add(item)
-                if self._dirty:
+                if len(self):
                     self._news.set()
                 return item
             self._news.clear()

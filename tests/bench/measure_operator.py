@@ -1,55 +1,54 @@
 """python -m tests.bench.measure_operator: how fast the operator is, on a real API server.
 
-Pods are objects, their sidecars stand-ins that speak the real admin API: no engine, no node.
-Operator, stand-ins and the load share one process and this machine's cores with the API server, so
-the figures are upper bounds. Writes results/cluster-operator.json.
+Pods are objects, their sidecars stand-ins that speak the real admin API: no engine, no node. The
+operator is a process of its own, as in its image; API server, ledger server, stand-ins and load
+share this machine's cores with it, so the figures are upper bounds: the JSON has the processor time
+of each part. Writes results/cluster-operator.json.
 """
 
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from support.api_servers import ApiServer, running_api_server
-from support.operators import Place, RunningOperator, operating, placed, until
+from support.kube import KubeError
+from support.operators import login
 
-from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_operator.apply import ApiError
 from scripts.cluster import say
 from tests.bench import conditions
-from tests.bench.__main__ import RESULTS, dump
-from tests.bench.figures import Figure, as_json, print_table
-from tests.bench.session_times import SessionTimes
+from tests.bench.__main__ import QUICK_RESULTS, RESULTS, dump
+from tests.bench.figures import Figure, as_json, exit_status, print_table
+from tests.bench.operator_world import NAMESPACE, Clock, Operator, World, made
+from tests.bench.session_watch import SessionWatch
 from tests.bench.stats import percentile
 
-PODS, SLOTS = 9, 100
-PRESENT = 500
-CALM_PER_S, CALM_S = 5.0, 20.0
-RUSH_PER_S, RUSH_S = 50.0, 4.0
-WAIT_S = 60.0
-NO_COUNT = ("leases", "duplexpools")
+WAIT_S = 120.0
+VICTIMS = 32
+STATUS_WRITES = 'duplex_operator_api_requests_total{verb="patch-status",resource="duplexsessions"}'
+
+Data = dict[str, object]
 
 
 @dataclass
-class Found:
-    """Milliseconds, a value for each session."""
+class Run:
+    """quick: shorter, for those who work on it; its figures say little."""
 
-    calm_placed_ms: list[float] = field(default_factory=list[float])
-    calm_ready_ms: list[float] = field(default_factory=list[float])
-    rush_placed_ms: list[float] = field(default_factory=list[float])
-    requests: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the operator for one calm session up to Ready, by verb and resource."""
-    present_s: float = 0.0
-    """Seconds until the sessions that shall be present were Ready, all created at once."""
-    moved_sessions: int = 0
-    moved_s: float = 0.0
-    """Seconds from a pod's death, process and object, until its sessions were placed again."""
+    quick: bool
+    figures: list[Figure] = field(default_factory=list[Figure])
+    data: dict[str, Data] = field(default_factory=dict[str, Data])
+
+    def note(
+        self, section: str, name: str, value: float, unit: str, at_most: float | None, note: str
+    ) -> None:
+        self.figures.append(Figure(f"{section}: {name}", round(value, 3), unit, at_most, note))
 
 
-async def arrive(place: Place, prefix: str, per_s: float, seconds: float) -> dict[str, float]:
+async def arrive(world: World, prefix: str, per_s: float, seconds: float) -> dict[str, float]:
     """An open loop: each is created when its time has come, whatever the others do. Returns when
     each request was sent."""
     sent: dict[str, float] = {}
@@ -59,111 +58,198 @@ async def arrive(place: Place, prefix: str, per_s: float, seconds: float) -> dic
         await asyncio.sleep(max(0.0, began + number / per_s - time.monotonic()))
         name = f"{prefix}-{number}"
         sent[name] = time.monotonic()
-        await place.make_session(name)
+        await world.make_session(name)
 
     await asyncio.gather(*(create(number) for number in range(round(per_s * seconds))))
     return sent
 
 
-async def waited(times: SessionTimes, sent: dict[str, float], condition: str) -> list[float]:
-    def look() -> list[float]:
-        return [
-            round(1e3 * (times.at(name, condition, WAIT_S) - at), 1) for name, at in sent.items()
-        ]
-
-    return await asyncio.to_thread(look)
+async def waited(watch: SessionWatch, sent: dict[str, float], condition: str) -> list[float]:
+    """Milliseconds of each from sending its creation."""
+    await watch.until(list(sent), condition, WAIT_S)
+    return [round(1e3 * (watch.first_true[name, condition] - at), 1) for name, at in sent.items()]
 
 
-def counted(operator: RunningOperator) -> dict[str, int]:
-    return {
-        what: count for what, count in operator.api.requests.items() if not what.endswith(NO_COUNT)
+def watching(world: World) -> SessionWatch:
+    return SessionWatch(login(world.server.kubeconfig), NAMESPACE)
+
+
+# --- sessions come, while others are there ---------------------------------------------------
+
+
+async def measure_arrivals(run: Run) -> None:
+    """`calm`, `rush` and `death` share one world, and what is in it."""
+    rush_s, present = (15.0, 100) if run.quick else (60.0, 500)
+    pods = 20 if run.quick else 50
+    async with made(pods=pods, slots=100) as world, watching(world) as watch:
+        with world.operator() as operator:
+            await operator.until_ready()
+            names = [f"present-{number}" for number in range(present)]
+            await world.make_sessions(names)
+            await watch.until(names, "Ready", WAIT_S)
+            await measure_calm(run, world, watch, present)
+            await measure_rush(run, world, watch, rush_s)
+            for delete in (False, True):
+                await measure_death(run, world, watch, delete=delete)
+
+
+async def measure_calm(run: Run, world: World, watch: SessionWatch, present: int) -> None:
+    per_s, seconds = 5.0, 10.0 if run.quick else 20.0
+    say(f"{per_s:.0f} sessions a second beside {present}")
+    clock, before = Clock.of(world), world.requests()
+    sent = await arrive(world, "calm", per_s, seconds)
+    ready_ms, placed_ms = await waited(watch, sent, "Ready"), await waited(watch, sent, "Placed")
+    cores = clock.cores()
+    await asyncio.sleep(1.0)  # the Events follow
+    requests = {what: count - before[what] for what, count in world.requests().items()}
+    note = f"{per_s:.0f}/s for {seconds:.0f} s, {present} others present"
+    run.note("calm", "create to Placed, p99", percentile(placed_ms, 0.99), "ms", None, note)
+    run.note("calm", "create to Ready, p50", percentile(ready_ms, 0.5), "ms", None, note)
+    run.note("calm", "create to Ready, p99", percentile(ready_ms, 0.99), "ms", 500, note)
+    a_session = requests["sessions"] / len(sent)
+    told = "the API server's count; upkeep of pools and Lease is in the data"
+    run.note("calm", "operator's requests a session", a_session, "", 5, told)
+    run.data["calm"] = {
+        "placed_ms": placed_ms,
+        "ready_ms": ready_ms,
+        "requests": requests,
+        "cores": cores,
     }
 
 
-async def measure(server: ApiServer, redis_url: str) -> Found:
-    found = Found()
-    with server.namespace("bench") as namespace:
-        async with placed(server.kubeconfig, redis_url, namespace) as place:
-            await place.make_pool(slots=SLOTS)
-            for number in range(PODS):
-                await place.make_pod(f"pod-{number}", slots=SLOTS)
-            times = SessionTimes(server.kubeconfig, namespace)
-            async with operating(place) as operator:
-                say(f"{PRESENT} sessions at once")
-                began = time.monotonic()
-                await waited(times, await arrive(place, "present", 1e6, PRESENT / 1e6), "Ready")
-                found.present_s = round(time.monotonic() - began, 2)
-                say(f"{CALM_PER_S:.0f} sessions a second beside them")
-                before = counted(operator)
-                calm = await arrive(place, "calm", CALM_PER_S, CALM_S)
-                found.calm_ready_ms = await waited(times, calm, "Ready")
-                found.calm_placed_ms = await waited(times, calm, "Placed")
-                found.requests = {
-                    what: round((count - before.get(what, 0)) / len(calm), 2)
-                    for what, count in counted(operator).items()
-                    if count != before.get(what, 0)
-                }
-                say(f"{RUSH_PER_S:.0f} sessions a second")
-                rush = await arrive(place, "rush", RUSH_PER_S, RUSH_S)
-                found.rush_placed_ms = await waited(times, rush, "Placed")
-                say("a pod dies")
-                await measure_death(place, found)
-    return found
+async def measure_rush(run: Run, world: World, watch: SessionWatch, seconds: float) -> None:
+    per_s = 50.0
+    say(f"{per_s:.0f} sessions a second")
+    clock, before = Clock.of(world), world.requests()
+    sent = await arrive(world, "rush", per_s, seconds)
+    cores = clock.cores()
+    placed_ms, ready_ms = await waited(watch, sent, "Placed"), await waited(watch, sent, "Ready")
+    await asyncio.sleep(1.0)
+    requests = {what: count - before[what] for what, count in world.requests().items()}
+    note = f"{per_s:.0f}/s for {seconds:.0f} s"
+    run.note("rush", "create to Placed, p50", percentile(placed_ms, 0.5), "ms", None, note)
+    run.note("rush", "create to Placed, p99", percentile(placed_ms, 0.99), "ms", 1_000, note)
+    run.note("rush", "create to Ready, p99", percentile(ready_ms, 0.99), "ms", None, note)
+    run.note("rush", "operator's processor time", cores["operator"], "cores", None, note)
+    run.note("rush", "API server's processor time", cores["api server"], "cores", None, note)
+    run.data["rush"] = {
+        "placed_ms": placed_ms,
+        "ready_ms": ready_ms,
+        "requests": requests,
+        "cores": cores,
+    }
 
 
-async def measure_death(place: Place, found: Found) -> None:
-    """Without clients they would wait for theirs; these are attached."""
-    name, sidecar = max(place.pods.items(), key=lambda pod: len(pod[1].sessions))
-    victims = list(sidecar.sessions)[:32]
-    for uid in victims:
-        sidecar.attach(uid)
-    await asyncio.sleep(2.0)
-    began = time.monotonic()
-    await place.kill_pod(name)
+async def measure_death(run: Run, world: World, watch: SessionWatch, *, delete: bool) -> None:
+    """All clients are attached: without one a session would wait for its own."""
+    section = "death, and its object goes" if delete else "death of the process"
+    say(section)
+    await world.order("attach")
+    await watch.until(list(watch.uids), "Connected", WAIT_S)
+    await asyncio.sleep(1.0)
+    killed = await world.order("kill", sessions=VICTIMS, delete=delete)
+    uids, at_s = killed["uids"], float(killed["at_s"])
+    off = next(pod for uid, pod in reversed(watch.placed) if uid == uids[0])
+    moved = await watch.moved(uids, off, WAIT_S)
+    first_s, last_s = min(moved.values()) - at_s, max(moved.values()) - at_s
+    note = f"{len(uids)} sessions in use"
+    heard = "the first is placed again: it was noticed before"
+    run.note(section, "detection", first_s, "s", 3, heard)
+    run.note(section, "all placed again after that", last_s - first_s, "s", 2, note)
+    run.data[section] = {"moved_s": sorted(round(at - at_s, 3) for at in moved.values())}
 
-    async def all_placed() -> bool:
-        return all(place.owner_of(uid) for uid in victims)
 
-    await until(all_placed, "all sessions elsewhere", WAIT_S)
-    found.moved_sessions = len(victims)
-    found.moved_s = round(time.monotonic() - began, 2)
+# --- an operator starts ------------------------------------------------------------------------
 
 
-def figures_of(found: Found) -> list[Figure]:
-    beside = f"{CALM_PER_S:.0f}/s, {PRESENT} others present"
-    rush = f"{RUSH_PER_S:.0f}/s for {RUSH_S:.0f} s"
-    figures: list[Figure] = []
-    for name, values, target, note in (
-        ("create to Placed", found.calm_placed_ms, None, beside),
-        ("create to Ready", found.calm_ready_ms, 500.0, beside),
-        ("create to Placed in a rush", found.rush_placed_ms, 1_000.0, rush),
+async def measure_start(run: Run, count: int, within_s: float, pods: int) -> None:
+    """Sessions that nobody has placed, then an operator. `idle` and `active` follow in the largest
+    of these worlds."""
+    section = f"start with {count:,} unplaced"
+    async with made(pods=pods, slots=100) as world, watching(world) as watch:
+        names = [f"waiting-{number}" for number in range(count)]
+        say(f"{count:,} sessions without an operator")
+        await world.make_sessions(names)
+        say("an operator")
+        with world.operator() as operator:
+            clock = Clock.of(world)
+            await watch.until(names, "Placed", WAIT_S * 2)
+            cores = clock.cores()
+            placed_s = sorted(watch.first_true[name, "Placed"] - operator.began_s for name in names)
+            note = "from exec"
+            run.note(section, "the first placed", placed_s[0], "s", 5, note)
+            run.note(section, "all placed", placed_s[-1], "s", within_s, note)
+            await watch.until(names, "Ready", WAIT_S * 2)
+            ready_s = max(watch.first_true[name, "Ready"] for name in names) - operator.began_s
+            run.note(section, "all Ready", ready_s, "s", None, note)
+            run.data[section] = {
+                "placed_s": [round(percentile(placed_s, n / 20), 2) for n in range(21)],
+                "cores": cores,
+            }
+            if within_s > 15:
+                await measure_standing(run, world, operator, count)
+
+
+async def measure_standing(run: Run, world: World, operator: Operator, count: int) -> None:
+    seconds = 10.0 if run.quick else 60.0
+    settle_s = 5.0 if run.quick else 20.0
+    note = f"{count:,} sessions, {seconds:.0f} s"
+    for section, order, core, memory, writes in (
+        ("idle", "count", 0.05, 300.0, None),
+        ("active", "talk", None, None, 100.0),
     ):
-        figures.append(Figure(f"{name}, p50", percentile(values, 0.5), "ms", None, note))
-        figures.append(Figure(f"{name}, p99", percentile(values, 0.99), "ms", target, note))
-    requests = sum(found.requests.values())
-    figures.append(Figure("operator's requests a session up to Ready", requests, "", 5.0, beside))
-    figures.append(Figure(f"{PRESENT} sessions at once, all Ready", found.present_s, "s"))
-    what = f"a pod dies with {found.moved_sessions} sessions in use, all placed again"
-    figures.append(Figure(what, found.moved_s, "s", 5.0, "detection 3 s, placing 2 s"))
-    return figures
+        say(f"{count:,} sessions are {section}")
+        if section == "active":
+            await world.order("attach")
+        await world.order(order)
+        await asyncio.sleep(settle_s if section == "idle" else 2 * settle_s)
+        clock, before = Clock.of(world), operator.metrics()[STATUS_WRITES]
+        await asyncio.sleep(seconds)
+        cores, after = clock.cores(), operator.metrics()[STATUS_WRITES]
+        per_s = (after - before) / seconds
+        memory_mib = operator.memory_mib()
+        run.note(section, "operator's processor time", cores["operator"], "cores", core, note)
+        run.note(section, "operator's memory", memory_mib, "MiB", memory, note)
+        run.note(section, "status writes a second", per_s, "1/s", writes, note)
+        run.data[section] = {"cores": cores, "memory_mib": memory_mib, "writes_per_s": per_s}
+
+
+async def _start_small(run: Run) -> None:
+    await measure_start(run, *((200, 15.0, 3) if run.quick else (1_000, 15.0, 12)))
+
+
+async def _start_large(run: Run) -> None:
+    await measure_start(run, *((1_000, 90.0, 12) if run.quick else (5_000, 90.0, 52)))
+
+
+SECTIONS: dict[str, Callable[[Run], Awaitable[None]]] = {
+    "arrivals": measure_arrivals,
+    "start": _start_small,
+    "many": _start_large,
+}
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", help=f"some of: {', '.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="shorter; its figures say little")
+    parser.add_argument("--strict", action="store_true", help="a missed target is a failure")
+    arguments = parser.parse_args()
+    chosen: list[str] = arguments.sections or list(SECTIONS)
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"unknown section {min(unknown)!r}; there are {', '.join(SECTIONS)}")
     before, began = conditions.load_average(), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, running_api_server() as server:
-        server.install_crds()
-        valkey = EmbeddedValkey(Path(folder))
-        valkey.start()
+    run, broken = Run(arguments.quick), dict[str, str]()
+    for name in chosen:
         try:
-            found = asyncio.run(measure(server, valkey.url))
-        finally:
-            valkey.stop()
-    figures = figures_of(found)
+            asyncio.run(SECTIONS[name](run))
+        except (TimeoutError, RuntimeError, OSError, ApiError, KubeError) as error:
+            broken[name] = f"{type(error).__name__}: {error}"
+            say(broken[name])
     document = {
         "date": conditions.now_utc(),
         "revision": conditions.revision(),
-        "settings": {"pods": PODS, "slots": SLOTS},
+        "settings": {"sections": chosen, "quick": run.quick},
         "conditions": {
             "machine": conditions.machine(),
             "load_before": before,
@@ -171,12 +257,15 @@ def main() -> int:
             "seconds": round(time.monotonic() - began, 1),
             "versions": conditions.versions(),
         },
-        "figures": [as_json(figure) for figure in figures],
-        "data": asdict(found),
+        "broken": broken,
+        "figures": [as_json(figure) for figure in run.figures],
+        "data": run.data,
     }
-    print_table(Console(), figures)
-    (RESULTS / "cluster-operator.json").write_text(dump(document))
-    return 0
+    print_table(Console(), run.figures)
+    path: Path = (QUICK_RESULTS if run.quick else RESULTS) / "cluster-operator.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(document))
+    return exit_status(run.figures, list(broken), arguments.strict)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
 from support.api_servers import ApiServer
-from support.kube import reserve_port, until
+from support.kube import until
+from support.operator_processes import operator
 
 from duplex_api.constants import API_VERSION
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -24,51 +23,12 @@ pytestmark = pytest.mark.cluster
 TAKEOVER_S = 20.0
 
 
-@dataclass
-class Process:
-    process: subprocess.Popen[bytes]
-    port: int
-
-    def page(self, path: str) -> str:
-        """Empty while there is no answer, or another one than 200."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2) as page:
-                return str(page.read(), "utf-8")
-        except OSError:
-            return ""
-
-    def leads(self) -> bool:
-        return "duplex_operator_leads 1" in self.page("/metrics")
-
-
 @pytest.fixture(scope="module")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
     server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
     server.start()
     yield server
     server.stop()
-
-
-@contextmanager
-def operator(
-    api_server: ApiServer, namespace: str, redis_url: str, **more: str
-) -> Iterator[Process]:
-    with reserve_port() as reserved:
-        port = int(reserved.getsockname()[1])
-    environment = {
-        **api_server.environment(),
-        "DUPLEX_NAMESPACE": namespace,
-        "DUPLEX_WATCH_NAMESPACES": namespace,
-        "DUPLEX_REDIS_URL": redis_url,
-        "DUPLEX_HEALTH_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    } | more
-    command = (sys.executable, "-m", "duplex_operator")
-    with subprocess.Popen(command, env=environment, cwd=Path.cwd()) as process:
-        try:
-            yield Process(process, port)
-        finally:
-            process.kill()
 
 
 def session(name: str) -> dict[str, object]:

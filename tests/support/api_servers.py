@@ -39,14 +39,42 @@ CONTROLLERS = (
 """What makes namespaces usable, and what deletes that of which the owner is gone."""
 
 
+Process = subprocess.Popen[bytes]
+
+
 class ApiServer(Kube):
     """A running one."""
 
-    def __init__(self, folder: Path, port: int, binaries: Path) -> None:
+    def __init__(
+        self, folder: Path, port: int, binaries: Path, start: Callable[[], Process]
+    ) -> None:
+        """start: starts its process."""
         programs = (binaries / "kubectl", binaries / "helm")
         super().__init__(folder / "kubeconfig", *programs, folder / "caches")
         self.folder = folder
         self.url = f"https://127.0.0.1:{port}"
+        self._start = start
+        self._process = start()
+
+    def pause(self) -> None:
+        """It answers nobody and closes nothing, as a machine that hangs."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Its connections break. What it stored stays."""
+        _stop(self._process)
+
+    def restart(self) -> None:
+        """After `kill`: returns when it is ready. Raises ClusterError."""
+        self._process = self._start()
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        """Raises ClusterError."""
+        _await_ready(self, self._process, self.folder / "kube-apiserver.log")
 
     def finish_pod(self, name: str, namespace: str) -> None:
         """Remove a pod that is bound to a node, as its kubelet would once it has ended."""
@@ -55,8 +83,9 @@ class ApiServer(Kube):
 
 
 @contextmanager
-def running_api_server() -> Generator[ApiServer]:
-    """Compiles the binaries first if they are not in the cache. Raises ClusterError."""
+def running_api_server(*more: str) -> Generator[ApiServer]:
+    """Compiles the binaries first if they are not in the cache. more: flags of the API server.
+    Raises ClusterError."""
     binaries = cluster.build(cluster.API_PARTS)
     folder = Path(tempfile.mkdtemp(prefix="duplex-api-"))
     with ExitStack() as stack:
@@ -66,21 +95,20 @@ def running_api_server() -> Generator[ApiServer]:
         write_credentials(folder, secure)
         start = _starter(stack, folder, binaries)
         start("etcd", etcd_flags(folder, client, peer))
-        running = start("kube-apiserver", api_server_flags(folder, client, secure))
-        server = ApiServer(folder, secure, binaries)
-        _await_ready(server, running, folder / "kube-apiserver.log")
+        flags = (*api_server_flags(folder, client, secure), *more)
+        server = ApiServer(folder, secure, binaries, lambda: start("kube-apiserver", flags))
+        server.await_ready()
         start("kube-controller-manager", controller_flags(folder))
         yield server
 
 
-Start = Callable[[str, Sequence[str]], "subprocess.Popen[bytes]"]
-
-
-def _starter(stack: ExitStack, folder: Path, binaries: Path) -> Start:
+def _starter(
+    stack: ExitStack, folder: Path, binaries: Path
+) -> Callable[[str, Sequence[str]], Process]:
     """Starts programs that end with the stack, and with this process however it ends."""
 
-    def start(name: str, flags: Sequence[str]) -> "subprocess.Popen[bytes]":
-        log = stack.enter_context((folder / f"{name}.log").open("wb"))
+    def start(name: str, flags: Sequence[str]) -> Process:
+        log = stack.enter_context((folder / f"{name}.log").open("ab"))
         process = subprocess.Popen(
             ("setpriv", "--pdeathsig", "KILL", binaries / name, *flags),
             stdin=subprocess.DEVNULL,
@@ -96,12 +124,12 @@ def _starter(stack: ExitStack, folder: Path, binaries: Path) -> Start:
     return start
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def _stop(process: Process) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(STOP_TIMEOUT_S)
 
 
-def _await_ready(server: ApiServer, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _await_ready(server: ApiServer, process: Process, log: Path) -> None:
     context = ssl.create_default_context(cafile=server.folder / "ca.crt")
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:

@@ -192,10 +192,17 @@ class Kube:
 
     def await_kinds(self) -> None:
         """Until the server serves both kinds and says so: Established comes a little earlier."""
-        crds = [f"crd/{plural}.{API_GROUP}" for plural in (SESSION_PLURAL, POOL_PLURAL)]
-        self.kubectl("wait", *crds, "--for=condition=Established", "--timeout=60s")
+        until(self._established, "both kinds established")
         for short_name in (SESSION_SHORT_NAME, POOL_SHORT_NAME):
             until(lambda name=short_name: self._explains(name), f"the kind {short_name}")
+
+    def _established(self) -> bool:
+        """`kubectl wait` fails on one that has no conditions yet."""
+        crds = [f"crd/{plural}.{API_GROUP}" for plural in (SESSION_PLURAL, POOL_PLURAL)]
+        with suppress(KubeError):
+            self.kubectl("wait", *crds, "--for=condition=Established", "--timeout=30s")
+            return True
+        return False
 
     def _explains(self, kind: str) -> bool:
         with suppress(KubeError):

@@ -184,11 +184,14 @@ class StandInSidecar:
             return _refuse(503, "draining" if self.draining else "not_ready")
         if session is None and self.free_slots <= 0:
             return _refuse(429, "no_slot")
-        script = cast(
-            "Awaitable[str]",
-            self._redis.eval(_ACQUIRE, 1, _meta(uid), str(fence), self.replica, str(LEASE_MS)),
-        )
-        verdict = await script
+
+        def acquire() -> Awaitable[str]:
+            arguments = (_meta(uid), str(fence), self.replica, str(LEASE_MS))
+            return cast("Awaitable[str]", self._redis.eval(_ACQUIRE, 1, *arguments))
+
+        verdict = await acquire()
+        if verdict == "held" and await self._break_lease(uid):
+            verdict = await acquire()
         if verdict != "ok":
             code = {"stale": "stale_fence", "held": "not_ready"}.get(verdict, f"session_{verdict}")
             return _refuse({"stale": 409, "held": 503}.get(verdict, 410), code)
@@ -226,11 +229,16 @@ class StandInSidecar:
     async def _dead(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.broken.add(body.get("podUID") or body["replica"])
-        async for key in self._redis.scan_iter("duplex:{*}:meta"):
-            holder = await cast("Awaitable[str | None]", self._redis.hget(key, "replica"))
-            if (holder or "").startswith(body.get("podUID") or body.get("replica")):
-                await cast("Awaitable[int]", self._redis.hset(key, "until", "0"))
         return web.json_response({})
+
+    async def _break_lease(self, uid: str) -> bool:
+        """As the real one: a lease is broken when its session comes up, if its holder is known to
+        be dead by then."""
+        holder = await cast("Awaitable[str | None]", self._redis.hget(_meta(uid), "replica"))
+        if not any((holder or "").startswith(dead) for dead in self.broken):
+            return False
+        await cast("Awaitable[int]", self._redis.hset(_meta(uid), "until", "0"))
+        return True
 
     async def _erase(self, request: web.Request) -> web.Response:
         uid = request.match_info["uid"]

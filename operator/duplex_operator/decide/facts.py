@@ -25,7 +25,8 @@ class PodHealth(StrEnum):
 class PodView:
     """The pod that `status.placement` names. reason, sentence: why it is dead.
 
-    proven: no process of it can be alive, so its leases may be broken."""
+    proven: no process of it can be alive, so its leases may be broken. lease_left_ms: of a pod that
+    is suspect, when the session's lease runs out there unless it is renewed."""
 
     uid: str
     name: str
@@ -33,6 +34,7 @@ class PodView:
     reason: str = ""
     sentence: str = ""
     proven: bool = False
+    lease_left_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from duplex_operator.decide.actions import (
     RemoveFinalizer,
     WriteStatus,
 )
-from duplex_operator.decide.facts import LedgerPhase, PodHealth, SessionFacts
+from duplex_operator.decide.facts import LedgerPhase, PodHealth, PodView, SessionFacts
 from duplex_operator.decide.status import (
     CONNECTED,
     ENDED,
@@ -52,6 +52,7 @@ _FINAL_REFUSALS = {
     "manifest_conflict": "ManifestConflict",
 }
 UNHEARD_LOOK_S = 0.5
+LEASE_MARGIN_MS = 10
 REFUSED_LOOK_S = 5.0
 
 Rule = Callable[[SessionFacts], Action | None]
@@ -64,6 +65,14 @@ def decide(facts: SessionFacts) -> Action:
         if action is not None:
             return action
     return Nothing()
+
+
+def suspect_look_s(pod: PodView | None) -> float | None:
+    """A session of a suspect pod is looked at when its lease runs out, whatever else is to do; None
+    for one whose pod is not suspect."""
+    if pod is None or pod.lease_left_ms is None:
+        return None
+    return min((pod.lease_left_ms + LEASE_MARGIN_MS) / 1000, UNHEARD_LOOK_S)
 
 
 def when_deleted(facts: SessionFacts) -> Action | None:
@@ -275,6 +284,9 @@ def _absent(facts: SessionFacts, placement: Placement) -> Action:
     """The pod is well and does not know the session (under this fence)."""
     if facts.session.status.phase in RUNNING_PHASES:
         return _lost(facts, "ReplicaRestarted", f"pod {placement.pod} runs it no more")
+    if isinstance(facts.verdict, Refused):
+        # Its pool takes it no more, or never did and the placement is none of ours.
+        return _requeue(facts, facts.verdict.reason, facts.verdict.sentence)
     if facts.memory.opened_fence == placement.fence:
         waited_ms = facts.now_ms - facts.memory.opened_ms
         if waited_ms < facts.limits.reopen_after_ms:

@@ -14,6 +14,7 @@ from duplex_api.session import (
 )
 from duplex_operator.decide.acceptance import Accepted, Refused
 from duplex_operator.decide.facts import SessionFacts
+from duplex_operator.feed import FeedSession
 from duplex_operator.objects import timestamp, timestamp_ms
 
 ACCEPTED = "Accepted"
@@ -99,6 +100,11 @@ def only_counters(patch: dict[str, Any]) -> bool:
     return set(patch) <= _COUNTERS
 
 
+def is_news(before: FeedSession, said: FeedSession) -> bool:
+    """Whether a pod's word on a session says more than that its counters moved on."""
+    return _words(before) != _words(said)
+
+
 def condition_of(status: SessionStatus, name: str) -> Condition | None:
     return next((found for found in status.conditions or () if found.type == name), None)
 
@@ -178,6 +184,23 @@ def _conditions(
         )
 
 
+def _words(said: FeedSession) -> tuple[object, ...]:
+    """What phase and conditions are made of."""
+    return (
+        said.phase,
+        said.reason,
+        said.fence,
+        said.attached,
+        said.keeping_pace,
+        said.ledger_durable,
+        _is_slow(said),
+    )
+
+
+def _is_slow(said: FeedSession) -> bool:
+    return said.last_rebuild is not None and said.last_rebuild.cost_ms > SLOW_REBUILD_MS
+
+
 _Row = tuple[str, ConditionStatus, str, str]
 
 
@@ -206,8 +229,7 @@ def _running_conditions(facts: SessionFacts, running: bool, phase: str) -> Itera
         yield KEEPING_PACE, _TRUE, "OnTime", "audio comes before it has to be played"
     else:
         yield KEEPING_PACE, _FALSE, "AudioLate", "audio comes later than it has to be played"
-    rebuilt = said.last_rebuild
-    if rebuilt is not None and rebuilt.cost_ms > SLOW_REBUILD_MS:
+    if _is_slow(said):
         yield WINDOW_HEALTHY, _FALSE, "RebuildSlow", "the last rebuild took longer than a unit"
     else:
         yield WINDOW_HEALTHY, _TRUE, "RebuildsInTime", "rebuilds take less than a unit"

@@ -307,6 +307,7 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
     await routes.write("r1", shorter, 60_000)
     assert await routes.read("r1") == shorter
     assert [uid async for uid, _ in routes.records() if uid == "r1"] == ["r1"]
+    assert [uid async for uid, _ in routes.records(lambda uid: uid == "r1") if uid == "r1"] == []
 
     lease = await routes.lease("r1")
     assert (lease.held, lease.fence, lease.phase) == (False, 0, "")

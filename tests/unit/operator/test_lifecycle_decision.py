@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,11 +48,12 @@ from duplex_operator.decide.facts import (
     SessionFacts,
     Token,
 )
-from duplex_operator.decide.lifecycle import decide
+from duplex_operator.decide.lifecycle import UNHEARD_LOOK_S, decide, suspect_look_s
 from duplex_operator.decide.placement import Assignment, Wait, WaitReason
 from duplex_operator.decide.status import (
     build_status,
     condition_of,
+    is_news,
     only_counters,
     phase_for_clients,
     status_patch,
@@ -179,6 +181,39 @@ def test_a_refusal_is_final_for_that_placement(code: str) -> None:
 def test_a_pod_that_is_not_heard_is_waited_for() -> None:
     unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
     assert decide(replace(placed(), pod=unheard)) == Nothing(0.5)
+
+
+def test_a_suspect_pods_session_is_looked_at_when_its_lease_runs_out() -> None:
+    unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
+    assert suspect_look_s(None) is None
+    assert suspect_look_s(unheard) is None
+    assert suspect_look_s(replace(unheard, lease_left_ms=120)) == pytest.approx(0.13)
+    assert suspect_look_s(replace(unheard, lease_left_ms=2_900)) == UNHEARD_LOOK_S
+
+
+def test_counters_are_no_news() -> None:
+    before = said(FeedPhase.ACTIVE, attached=True, units=4)
+    rebuilt = LastRebuildReport(cause="slide", cost_ms=80.0)
+    for moved in ({"units": 5}, {"rebuilds": 1, "last_rebuild": rebuilt}, {"changed_ms": 7}):
+        assert not is_news(before, msgspec.structs.replace(before, **moved))
+    slow = LastRebuildReport(cause="slide", cost_ms=1_200.0)
+    for told in (
+        {"phase": FeedPhase.READY},
+        {"fence": 4},
+        {"attached": False},
+        {"keeping_pace": False},
+        {"ledger_durable": False},
+        {"last_rebuild": slow},
+    ):
+        assert is_news(before, msgspec.structs.replace(before, **told)), told
+
+
+def test_what_its_pool_does_not_take_is_not_opened() -> None:
+    refused = Refused(RefusalReason.NAMESPACE_NOT_ALLOWED, "not yours")
+    action = decide(placed(verdict=refused))
+    assert isinstance(action, WriteStatus)
+    assert action.status.placement is None
+    assert isinstance(decide(placed(verdict=refused, said=said())), WriteStatus)
 
 
 def test_a_session_that_its_replica_lost_is_placed_again() -> None:

@@ -56,6 +56,34 @@ async def test_marked_twice_is_looked_at_once_in_order() -> None:
     assert bench.seen == ["a", "b", "c"]
 
 
+async def test_what_is_urgent_comes_first() -> None:
+    bench = Bench(at_once=1)
+    for name in ("a", "b", "c"):
+        bench.dirty.mark(Kind.SESSION, key(name))
+    bench.now_s = 2.0
+    for name in ("d", "c", "d"):
+        bench.dirty.mark(Kind.SESSION, key(name), urgent=True)
+    bench.dirty.mark(Kind.SESSION, key("d"))
+    assert (len(bench.dirty), bench.dirty.oldest_s()) == (4, 2.0)
+    async with bench:
+        await bench.dirty.drained()
+    assert bench.seen == ["d", "c", "a", "b"]
+
+
+async def test_urgent_news_during_a_look_stay_urgent() -> None:
+    bench = Bench(at_once=1)
+    bench.gate = asyncio.Event()
+    for name in ("a", "b"):
+        bench.dirty.mark(Kind.SESSION, key(name))
+    async with bench:
+        await bench.begun.wait()
+        bench.dirty.mark(Kind.SESSION, key("a"), urgent=True)
+        bench.dirty.mark(Kind.SESSION, key("a"))
+        bench.gate.set()
+        await bench.dirty.drained()
+    assert bench.seen == ["a", "a", "b"]
+
+
 async def test_news_during_a_look_leads_to_another() -> None:
     bench = Bench()
     bench.gate = asyncio.Event()
@@ -68,6 +96,28 @@ async def test_news_during_a_look_leads_to_another() -> None:
         bench.gate.set()
         await bench.dirty.drained()
     assert bench.seen == ["a", "a"]
+
+
+async def test_news_that_the_look_still_reads_lead_to_no_other() -> None:
+    bench = Bench()
+    looks = 0
+
+    async def reconcile(found: ObjectKey) -> None:
+        nonlocal looks
+        looks += 1
+        bench.dirty.mark(Kind.SESSION, found)
+        bench.dirty.seen(Kind.SESSION, found)
+        if looks == 1:
+            await asyncio.sleep(0)
+            bench.dirty.mark(Kind.SESSION, found)
+
+    bench.dirty.mark(Kind.SESSION, key("a"))
+    bench.dirty.seen(Kind.SESSION, key("a"))
+    work = asyncio.create_task(bench.dirty.run({Kind.SESSION: reconcile}, 1))
+    await bench.dirty.drained()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert looks == 2
 
 
 async def test_a_broken_object_stops_nobody_and_is_tried_again() -> None:

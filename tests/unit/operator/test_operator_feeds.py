@@ -1,22 +1,40 @@
 """A feed that breaks in any way is dialled again."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from duplex_operator import fleet as fleet_module
-from duplex_operator.feed import BeatLine, FeedLine, HelloLine
-from duplex_operator.fleet import Fleet
-from duplex_operator.objects import ObjectKey, read_pod
-from duplex_operator.sidecar_client import AdminCredentials
+from duplex_operator.feed import BeatLine, FeedLine, FeedPhase, FeedSession, HelloLine
+from duplex_operator.fleet import Fleet, PodFeed
+from duplex_operator.objects import Kind, ObjectKey, read_pod, read_session
+from duplex_operator.sidecar_client import AdminCredentials, SidecarUnreachableError
 from duplex_operator.store import Store
 from duplex_operator.watch import DirtySet
 
 pytestmark = pytest.mark.unit
 
 POOL = ObjectKey("default", "x")
+
+
+POD = {
+    "metadata": {
+        "name": "pod-a",
+        "namespace": "default",
+        "uid": "uid-a",
+        "resourceVersion": "1",
+        "labels": {"duplex.dev/pool": "x"},
+    },
+    "status": {"podIP": "127.0.0.1"},
+}
+SESSION = {
+    "metadata": {"name": "talk", "namespace": "default", "uid": "uid-s", "resourceVersion": "2"},
+    "spec": {"poolRef": {"name": "x"}},
+    "status": {"placement": {"pod": "pod-a", "podUID": "uid-a", "fence": 1}},
+}
 
 
 class BreakingClient:
@@ -49,18 +67,7 @@ async def test_what_nobody_foresaw_does_not_end_a_feed(
     store = Store()
     fleet = Fleet(store, DirtySet())
     fleet.set_credentials(POOL, AdminCredentials("token", ""))
-    pod = read_pod(
-        {
-            "metadata": {
-                "name": "pod-a",
-                "namespace": "default",
-                "uid": "uid-a",
-                "resourceVersion": "1",
-                "labels": {"duplex.dev/pool": "x"},
-            },
-            "status": {"podIP": "127.0.0.1"},
-        }
-    )
+    pod = read_pod(POD)
     assert pod is not None
     store.pods.put(pod)
     async with asyncio.timeout(5):
@@ -70,3 +77,128 @@ async def test_what_nobody_foresaw_does_not_end_a_feed(
     assert feed.takes_sessions
     assert "dialled again" in caplog.text
     await fleet.close()
+
+
+class ScriptedClient:
+    """Says what is in the queue; None ends a feed, and without one nobody can be dialled."""
+
+    lines: asyncio.Queue[FeedLine | None]
+    reachable = True
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def feed(self) -> AsyncGenerator[FeedLine]:
+        if not ScriptedClient.reachable:
+            raise SidecarUnreachableError("refused")
+        while (line := await ScriptedClient.lines.get()) is not None:
+            yield line
+            # Heard: the next one is asked for.
+            ScriptedClient.lines.task_done()
+        ScriptedClient.lines.task_done()
+
+    async def close(self) -> None:
+        pass
+
+
+class Rig:
+    """A pod and its session, heard by a fleet whose dirty set nobody serves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fleet_module, "SidecarClient", ScriptedClient)
+        monkeypatch.setattr(fleet_module, "FIRST_RETRY_S", 0.001)
+        ScriptedClient.lines = asyncio.Queue()
+        ScriptedClient.reachable = True
+        self.now_s = 100.0
+        self.store, self.dirty = Store(), DirtySet(lambda: self.now_s)
+        self.fleet = Fleet(self.store, self.dirty, clock=lambda: self.now_s)
+        self.fleet.set_credentials(POOL, AdminCredentials("token", ""))
+        pod, session = read_pod(POD), read_session(SESSION)
+        assert pod is not None
+        assert session is not None
+        self.store.sessions.put(session)
+        self.store.pods.put(pod)
+
+    async def say(self, *lines: FeedLine | None) -> None:
+        """Returns when they were heard."""
+        for line in lines:
+            ScriptedClient.lines.put_nowait(line)
+        await ScriptedClient.lines.join()
+
+    async def until(self, true: Callable[[PodFeed], bool]) -> None:
+        """Looks whenever the fleet tells of a change."""
+        told = asyncio.Event()
+        self.fleet.listeners.append(lambda _: told.set())
+        async with asyncio.timeout(5):
+            while (feed := self.fleet.pod("uid-a")) is None or not true(feed):
+                await told.wait()
+                told.clear()
+
+    async def taken(self) -> set[Kind]:
+        """What is dirty now; it is not, afterwards."""
+        seen: set[Kind] = set()
+
+        async def pool(key: ObjectKey) -> None:
+            if key == POOL:
+                seen.add(Kind.POOL)
+
+        async def session(_: ObjectKey) -> None:
+            seen.add(Kind.SESSION)
+
+        work = asyncio.create_task(self.dirty.run({Kind.POOL: pool, Kind.SESSION: session}, 1))
+        # So that it looks at its timetable, too.
+        self.dirty.mark(Kind.POOL, ObjectKey("default", "another"))
+        await self.dirty.drained()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return seen
+
+
+async def test_counters_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    word = FeedSession(session="uid-s", phase=FeedPhase.ACTIVE, fence=1, attached=True)
+    await rig.say(HelloLine(replica="r", slots=1, ready=True), word, BeatLine())
+    assert Kind.SESSION in await rig.taken()
+    for units in range(1, 4):
+        await rig.say(msgspec.structs.replace(word, units=units))
+        assert await rig.taken() == set()
+    said = rig.fleet.session("uid-a", "uid-s")
+    assert said is not None
+    assert said.units == 3
+    rig.now_s += 59.0
+    assert await rig.taken() == set()
+    rig.now_s += 32.0
+    assert await rig.taken() == {Kind.SESSION}
+    await rig.say(msgspec.structs.replace(word, units=4, attached=False))
+    assert await rig.taken() == {Kind.SESSION}
+    await rig.fleet.close()
+
+
+async def test_a_broken_feed_that_cannot_be_dialled_makes_its_pod_suspect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    await rig.say(HelloLine(replica="r", slots=1, ready=True), BeatLine())
+    await rig.taken()
+    ScriptedClient.reachable = False
+    await rig.say(None)
+    await rig.until(lambda feed: feed.suspect and not feed.takes_sessions)
+    assert await rig.taken() == {Kind.POOL, Kind.SESSION}
+    ScriptedClient.reachable = True
+    await rig.say(HelloLine(replica="r", slots=1, ready=True), BeatLine())
+    await rig.until(lambda feed: feed.takes_sessions)
+    await rig.fleet.close()
+
+
+async def test_a_broken_feed_that_can_be_dialled_again_is_no_suspicion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    suspected: list[bool] = []
+    await rig.say(HelloLine(replica="r", slots=1, ready=True), BeatLine())
+    rig.fleet.listeners.append(lambda _: suspected.append(rig.fleet.pods()[0].suspect))
+    await rig.say(None, HelloLine(replica="r", slots=1, ready=True), BeatLine())
+    await rig.until(lambda feed: feed.takes_sessions)
+    assert suspected
+    assert not any(suspected)
+    await rig.fleet.close()

@@ -1,6 +1,6 @@
 """What falls behind is dealt with one by one: nobody's trouble is somebody else's."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,9 +32,10 @@ class Outside:
     refused: set[str] = field(default_factory=set)
     erased: list[str] = field(default_factory=list)
 
-    async def records(self) -> AsyncIterator[tuple[str, RouteRecord]]:
+    async def records(self, known: Callable[[str], bool]) -> AsyncIterator[tuple[str, RouteRecord]]:
         for uid in list(self.routes):
-            yield uid, ROUTE
+            if not known(uid):
+                yield uid, ROUTE
 
     async def drop(self, uid: str) -> None:
         self.routes.remove(uid)
