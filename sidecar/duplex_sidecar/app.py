@@ -105,7 +105,7 @@ class Sidecar:
             ledger_hold_s=self.settings.ledger_hold_s,
             rebuild_ahead=self.settings.rebuild_ahead,
             stages_of=self._stages_of(),
-            address=self.settings.advertise,
+            address=self.settings.address,
         )
         self.sessions = SessionRegistry(
             assembly,

@@ -240,7 +240,12 @@ def test_addresses_of_a_ledger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DUPLEX_LOG_LEVEL", "loud"), ("DUPLEX_HEALTH_PORT", "http")]
+    ("name", "value"),
+    [
+        ("DUPLEX_LOG_LEVEL", "loud"),
+        ("DUPLEX_HEALTH_PORT", "http"),
+        ("DUPLEX_LEDGER_DURABILITY", "everysec"),
+    ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
