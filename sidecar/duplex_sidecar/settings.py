@@ -114,6 +114,11 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"drain_grace_s must be between 0 and {MAX_DRAIN_GRACE_S:.0f}")
 
     @property
+    def given_voices_dir(self) -> str:
+        """Where voices are kept that come with sessions."""
+        return str(Path(self.runtime_dir) / "voices")
+
+    @property
     def address(self) -> str:
         """`advertise` with an IPv6 host in brackets."""
         host, separator, port = self.advertise.rpartition(":")
