@@ -27,10 +27,10 @@ env: .venv/.synced-$(ENGINE) ## install exactly what the lock file names into .v
 demo: env ## a live conversation on this machine, with a kill in the middle; writes demo-out/
 	@.venv/bin/duplex demo
 
-test: env ## every tier that needs one machine: unit, integration, client, fault
+test: env ## every tier: unit, integration, client, fault; cluster in its short form (root, or KUBECONFIG)
 	@$(PYTHON) -m scripts.run_tests
 
-test-long: env ## the same with many more random cases
+test-long: env ## the same with many more random cases and all of cluster
 	@$(PYTHON) -m scripts.run_tests --long
 
 soak: env ## the proofs of exactness at full length: every mode and disturbance at 120 units
@@ -54,7 +54,7 @@ cluster-down: env ## ends it; only the cache of binaries and images stays
 bench-cluster: env ## times of a release on that cluster, as JSON with conditions
 	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_cluster
 
-test-cluster: env ## the tier that needs that cluster, or the one of KUBECONFIG
+test-cluster: env ## all of the tier that needs that cluster, or the one of KUBECONFIG
 	@$(PYTHON) -m scripts.run_tests cluster
 
 demo-cluster: env ## the demo on that cluster: apply, place, talk, drain, talk on, delete

@@ -1,12 +1,13 @@
 """Runs the test tiers one after another and says what each took.
 
-python -m scripts.run_tests              unit, integration, client, fault
+python -m scripts.run_tests              unit, integration, client, fault, cluster in its short form
 python -m scripts.run_tests unit fault   only these
-python -m scripts.run_tests cluster      on a real Kubernetes cluster; not among the first four
-python -m scripts.run_tests --long       the property tests with many more cases
+python -m scripts.run_tests cluster      all of it
+python -m scripts.run_tests --long       all of cluster, and the property tests with many more cases
 
-The last line counts everything. Exits 1 if any test failed or a tier ran none. Where there can be
-no cluster of nodes, the tests of the tier `cluster` that need one do not run; the last lines say
+The last line counts everything. Exits 1 if any test failed or a tier ran none. The tier `cluster`
+wants a real Kubernetes cluster, whose programs are compiled while the others run. Where there can
+be no cluster of nodes, the tests that need one do not run and are not counted; the last lines say
 so, and on a CI machine that is a failure.
 """
 
@@ -16,17 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from scripts.cluster import why_not
-from scripts.tiers import LONG_PROFILE, PROFILE_VARIABLE, TIER_OF_FOLDER
+from scripts.cluster import API_PARTS, building_meanwhile, foreign_kubeconfig, why_not
+from scripts.tiers import LONG_MARKER, LONG_PROFILE, PROFILE_VARIABLE, TIER_OF_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER_OF_TIER = {tier: folder for folder, tier in TIER_OF_FOLDER.items()}
-TIERS = ("unit", "integration", "client", "fault")
-"""What needs one machine and nothing else."""
+CLUSTER = "cluster"
+TIERS = ("unit", "integration", "client", "fault", CLUSTER)
+"""The last one wants root, or somebody's cluster."""
 
 PYTEST = ("-m", "pytest", "-p", "scripts.tiers", "--durations=3")
 
@@ -53,13 +57,15 @@ class TierResult:
         return f"{counts} (pytest's exit status {self.exit_status})"
 
 
-def run_tier(tier: str, environment: dict[str, str]) -> TierResult:
+def run_tier(tier: str, environment: dict[str, str], selected: str) -> TierResult:
+    """selected: a pytest expression of markers."""
     folder = ROOT / "tests" / FOLDER_OF_TIER[tier]
     print(f"\n=== {tier}: tests/{folder.name} ===", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [sys.executable, *PYTEST, "-q", "-m", tier, f"--junitxml={report}", str(folder)]
+        options = ("-q", "-m", selected, f"--junitxml={report}")
+        command = [sys.executable, *PYTEST, *options, str(folder)]
         exit_status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         counts = count_outcomes(report)
     return TierResult(tier, time.monotonic() - started, *counts, exit_status)
@@ -84,31 +90,48 @@ def count_outcomes(report: Path) -> tuple[int, int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the test tiers.")
-    parser.add_argument("tiers", nargs="*", default=TIERS, help=f"default: {' '.join(TIERS)}")
-    parser.add_argument("--long", action="store_true", help="many more random cases")
+    parser.add_argument("tiers", nargs="*", help=f"default: {' '.join(TIERS)}, the last one short")
+    parser.add_argument("--long", action="store_true", help="all of cluster; more random cases")
     arguments = parser.parse_args()
-    unknown = [tier for tier in arguments.tiers if tier not in FOLDER_OF_TIER]
+    tiers: Sequence[str] = arguments.tiers or TIERS
+    unknown = [tier for tier in tiers if tier not in FOLDER_OF_TIER]
     if unknown:
         parser.error(f"unknown tier {unknown[0]!r}; there are {', '.join(FOLDER_OF_TIER)}")
+    short = not (arguments.long or arguments.tiers)
     environment = dict(os.environ)
     # One thread a process: stages are many processes on few cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
     if arguments.long:
         environment[PROFILE_VARIABLE] = LONG_PROFILE
-    results = [run_tier(tier, environment) for tier in arguments.tiers]
-    print("\ntier           seconds")
-    for result in results:
-        print(f"{result.tier:14} {result.seconds:7.1f}  {result.sentence()}")
-    reason = why_not() if "cluster" in arguments.tiers else None
-    if reason is not None:
-        print(f"cluster: NOT RUN are the tests on nodes: {reason}")
-    passed = sum(result.passed for result in results)
-    failed = sum(result.failed for result in results)
-    skipped = sum(result.skipped for result in results)
-    bad = [result.tier for result in results if not result.good]
-    print(f"not good: {', '.join(bad)}" if bad else "all tiers good")
-    print(f"\n{passed} passed, {failed} failed, {skipped} skipped")
-    return 1 if bad else 0
+    reason = why_not() if CLUSTER in tiers else None
+    # While the other tiers wait for their own clocks.
+    ahead = len(tiers) > 1 and CLUSTER in tiers and foreign_kubeconfig() is None
+    parts = API_PARTS if reason else ()
+    with building_meanwhile(parts) if ahead else nullcontext():
+        results = [
+            run_tier(tier, environment, f"{tier} and not {LONG_MARKER}" if short else tier)
+            for tier in tiers
+        ]
+    lines, good = closing(results, reason)
+    print("\n".join(("", *lines)))
+    return 0 if good else 1
+
+
+def closing(results: Sequence[TierResult], not_run: str | None) -> tuple[list[str], bool]:
+    """The last lines, and whether all is good. not_run: why there was no cluster of nodes."""
+    lines = ["tier           seconds"]
+    lines += [f"{each.tier:14} {each.seconds:7.1f}  {each.sentence()}" for each in results]
+    bad = [each.tier for each in results if not each.good]
+    if bad:
+        lines.append(f"not good: {', '.join(bad)}")
+    elif not_run is None:
+        lines.append("all tiers good")
+    if not_run is not None:
+        lines.append(f"cluster: NOT RUN, and not counted, are the tests on nodes: {not_run}")
+    passed = sum(each.passed for each in results)
+    failed = sum(each.failed for each in results)
+    skipped = sum(each.skipped for each in results)
+    return [*lines, "", f"{passed} passed, {failed} failed, {skipped} skipped"], not bad
 
 
 if __name__ == "__main__":

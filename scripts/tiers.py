@@ -28,6 +28,15 @@ settings.register_profile(LONG_PROFILE, deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get(PROFILE_VARIABLE, "default"))
 
 
+LONG_MARKER = "long"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", f"{LONG_MARKER}: left out of `make test`; see make test-long"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wrong: dict[str, None] = {}  # a set that keeps the order
     for item in items:

@@ -93,12 +93,13 @@ class PoolReconciler:
 
     def _blueprint(self, look: PoolLook) -> PodBlueprint | None:
         """None: no pod can be made of what the pool says; why is in `look.trouble`."""
-        image = self._context.settings.sidecar_image
+        settings = self._context.settings
+        image, durability = settings.sidecar_image, settings.ledger_durability
         if look.spec.image is None and not image:
             look.trouble = Trouble("NoImage", "neither the pool nor the release names an image")
             return None
         try:
-            return pod_blueprint(look.identity, look.spec, image)
+            return pod_blueprint(look.identity, look.spec, image, durability)
         except TemplateError as error:
             look.trouble = Trouble("TemplateRefused", str(error))
             return None

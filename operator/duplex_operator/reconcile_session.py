@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from duplex_api.constants import API_VERSION, SESSION_KIND
+from duplex_api.given_voices import given_voice_name
 from duplex_api.session import SessionPhase, SessionStatus
 from duplex_operator.apply import (
     SESSIONS,
@@ -35,7 +36,7 @@ from duplex_operator.decide.actions import (
     WriteStatus,
 )
 from duplex_operator.decide.facts import Refusal, SessionFacts
-from duplex_operator.decide.lifecycle import decide, suspect_look_s
+from duplex_operator.decide.lifecycle import VOICE_REFUSAL, decide, suspect_look_s
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.decide.status import status_patch
 from duplex_operator.manifests import manifest_text
@@ -54,6 +55,7 @@ from duplex_operator.session_route import keep_route
 from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
 from duplex_operator.store import Change
 from duplex_operator.tokens import TokenUnusableError, obtain_token
+from duplex_operator.voices import VoiceUnusableError, obtain_voice
 
 log = logging.getLogger(__name__)
 
@@ -244,9 +246,13 @@ class SessionReconciler:
     async def _assign_token(self, facts: SessionFacts, known: Known) -> Nothing | None:
         session = facts.session
         try:
+            # Here, and not when it opens: what cannot be used never takes a slot.
+            await obtain_voice(self._context.api, session)
             token = await obtain_token(self._context.api, session)
-        except TokenUnusableError as error:
-            refused = Refused(RefusalReason.TOKEN_UNUSABLE, str(error))
+        except (TokenUnusableError, VoiceUnusableError) as error:
+            of_token = isinstance(error, TokenUnusableError)
+            reason = RefusalReason.TOKEN_UNUSABLE if of_token else RefusalReason.VOICE_UNUSABLE
+            refused = Refused(reason, str(error))
             known.memory = replace(known.memory, refused_spec=refused, refused_at_ms=facts.now_ms)
             return Nothing(RETRY_S) if facts.placement is not None else None
         if known.token_lost and facts.placement is not None:
@@ -287,8 +293,11 @@ class SessionReconciler:
         try:
             if action.dead_pod_uid and self._is_proven_dead(action.dead_pod_uid):
                 await client.declare_dead(action.dead_pod_uid)
-            text = manifest_text(facts.session, window)
-            await client.put_session(uid, text, token.sha256, action.fence)
+            voice = await obtain_voice(self._context.api, facts.session)
+            text = manifest_text(facts.session, window, given_voice_name(voice) if voice else "")
+            await client.put_session(uid, text, token.sha256, action.fence, voice)
+        except VoiceUnusableError as error:
+            return self._voiceless(facts, known, action, error)
         except SidecarUnreachableError as error:
             log.info("opening %s on %s: %s", facts.session.meta.key, action.pod_uid, error)
             return Nothing(SOON_S)
@@ -303,6 +312,20 @@ class SessionReconciler:
         )
         return None
 
+    def _voiceless(
+        self, facts: SessionFacts, known: Known, action: Open, error: VoiceUnusableError
+    ) -> Nothing | None:
+        """Its voice's object has gone or changed since the session was accepted."""
+        if facts.said is not None:
+            return Nothing(RETRY_S)  # it runs there, and has its voice
+        known.memory = replace(
+            known.memory,
+            refused_spec=Refused(RefusalReason.VOICE_UNUSABLE, str(error)),
+            refused_at_ms=facts.now_ms,
+            refusal=Refusal(action.fence, VOICE_REFUSAL, str(error)),
+        )
+        return None
+
     def _refused(
         self, facts: SessionFacts, known: Known, action: Open, error: SidecarRefusalError
     ) -> Nothing | None:
@@ -310,7 +333,8 @@ class SessionReconciler:
             return Nothing(SOON_S)
         if error.code in _FULL:
             self._context.board.refuse(action.pod_uid, self._context.monotonic_s() + REFUSED_FOR_S)
-        elif error.status == 422:
+        elif error.status == 422 or error.code == "manifest_conflict":
+            # A spec cannot change, but the file of its voice can.
             refused = Refused(RefusalReason.REFUSED_BY_POD, error.message or error.code)
             known.memory = replace(known.memory, refused_spec=refused, refused_at_ms=facts.now_ms)
         refusal = Refusal(action.fence, error.code, error.message)

@@ -8,6 +8,8 @@ from typing import Self
 
 from duplex_operator.ledger_server import read_address
 
+DURABILITIES = ("memory", "replicated", "fsync")
+"""The sidecar's own words."""
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -21,6 +23,8 @@ class OperatorSettings:
     identity: str
     watch_namespaces: tuple[str, ...] = ()
     sidecar_image: str = ""
+    ledger_durability: str = ""
+    """What pods are told that an acknowledged write must survive. Empty: the sidecar's default."""
     gateway_endpoint: str = ""
     log_level: str = "INFO"
     health_port: int = 8080
@@ -46,6 +50,9 @@ class OperatorSettings:
         log_level = environment.get("DUPLEX_LOG_LEVEL", "INFO").upper()
         if log_level not in LOG_LEVELS:
             raise ValueError(f"DUPLEX_LOG_LEVEL is one of {', '.join(LOG_LEVELS).lower()}")
+        durability = environment.get("DUPLEX_LEDGER_DURABILITY", "")
+        if durability and durability not in DURABILITIES:
+            raise ValueError(f"DUPLEX_LEDGER_DURABILITY is one of {', '.join(DURABILITIES)}")
         health_port = environment.get("DUPLEX_HEALTH_PORT", "8080")
         if not health_port.isdecimal() or not 0 < int(health_port) < 65_536:
             raise ValueError("DUPLEX_HEALTH_PORT is a number from 1 to 65535")
@@ -56,6 +63,7 @@ class OperatorSettings:
             identity=f"{socket.gethostname()}-{os.getpid()}",
             watch_namespaces=tuple(sorted({n.strip() for n in watched.split(",")} - {""})),
             sidecar_image=environment.get("DUPLEX_SIDECAR_IMAGE", ""),
+            ledger_durability=durability,
             gateway_endpoint=environment.get("DUPLEX_GATEWAY_ENDPOINT", ""),
             log_level=log_level,
             health_port=int(health_port),

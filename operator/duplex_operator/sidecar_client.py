@@ -5,6 +5,7 @@ A refusal is that pod's final answer. No answer says nothing: every call may be 
 """
 
 import asyncio
+import base64
 import logging
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -60,9 +61,21 @@ class SidecarUnreachableError(Exception):
     """No usable answer: whether the call took effect is unknown."""
 
 
+class _Problem(msgspec.Struct):
+    path: str = ""
+    message: str = ""
+
+
 class _ErrorInside(msgspec.Struct):
     code: str = ""
     message: str = ""
+    problems: list[_Problem] = []
+
+    @property
+    def sentence(self) -> str:
+        """`message`; of a manifest's problems the first."""
+        told = [f"{each.path}: {each.message}" for each in self.problems[:1]]
+        return self.message or "".join(told)
 
 
 class _ErrorBody(msgspec.Struct):
@@ -94,9 +107,21 @@ class SidecarClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def put_session(self, uid: str, manifest: str, token_sha256: str, fence: int) -> None:
-        """Opens or takes up the session there. Repeating it changes nothing."""
-        body = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+    async def put_session(
+        self,
+        uid: str,
+        manifest: str,
+        token_sha256: str,
+        fence: int,
+        voice_file: bytes | None = None,
+    ) -> None:
+        """Opens or takes up the session there. Repeating it changes nothing.
+
+        voice_file: of the voice that the manifest names, where it is one that has to come along.
+        """
+        body: dict[str, Any] = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+        if voice_file is not None:
+            body["voiceFile"] = base64.b64encode(voice_file).decode()
         await self._call("PUT", f"/sessions/{uid}", body)
 
     async def park(self, uid: str) -> None:
@@ -176,7 +201,7 @@ def _refusal(status: int, content: bytes) -> SidecarRefusalError:
         error = msgspec.json.decode(content, type=_ErrorBody).error
     except msgspec.MsgspecError:
         error = _ErrorInside()
-    return SidecarRefusalError(status, error.code, error.message)
+    return SidecarRefusalError(status, error.code, error.sentence)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

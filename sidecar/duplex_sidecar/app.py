@@ -37,6 +37,7 @@ from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError
 from duplex_sidecar.protocol.errors import ErrorCode as Code
 from duplex_sidecar.session.assembly import Assembly, StagesOf, as_they_are
+from duplex_sidecar.session.given_voices import GivenVoices, given_voices_in_use
 from duplex_sidecar.session.model import ServedModel, load_model
 from duplex_sidecar.session.port import Attachment
 from duplex_sidecar.session.reconciler import Reconciler
@@ -105,7 +106,7 @@ class Sidecar:
             ledger_hold_s=self.settings.ledger_hold_s,
             rebuild_ahead=self.settings.rebuild_ahead,
             stages_of=self._stages_of(),
-            address=self.settings.advertise,
+            address=self.settings.address,
         )
         self.sessions = SessionRegistry(
             assembly,
@@ -256,7 +257,15 @@ def create_apps(
     """
     token = admin_token(settings)
     sidecar = Sidecar(settings, load_model(settings))
-    router = admin_router(lambda: sidecar.sessions, lambda: sidecar.problem is None, sidecar.feed)
+    voices = GivenVoices(
+        Path(settings.given_voices_dir),
+        sidecar.model.config.token2wav,
+        sidecar.model.given,
+        lambda: given_voices_in_use(sidecar.roster),
+    )
+    router = admin_router(
+        lambda: sidecar.sessions, lambda: sidecar.problem is None, sidecar.feed, voices
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

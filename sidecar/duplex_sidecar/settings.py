@@ -66,7 +66,8 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of the pod that this process runs in. With it an operator says which sessions run here."""
     pod_name: str = ""
     advertise: str = ""
-    """host:port of the realtime door as a gateway dials it; it is written into each lease."""
+    """host:port of the realtime door as a gateway dials it; it is written into each lease. An IPv6
+    host may come without its brackets: a pod's environment cannot put them."""
     drain_grace_s: float = 5.0
     """After SIGTERM: how long sessions may go on to the end of their turn before they park."""
     otlp_endpoint: str | None = None
@@ -111,6 +112,25 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError("tls_cert_file needs admin_port: the realtime door speaks no TLS")
         if not 0 <= self.drain_grace_s <= MAX_DRAIN_GRACE_S:
             raise ValueError(f"drain_grace_s must be between 0 and {MAX_DRAIN_GRACE_S:.0f}")
+
+    @property
+    def given_voices_dir(self) -> str:
+        """Where voices are kept that come with sessions."""
+        return str(Path(self.runtime_dir) / "voices")
+
+    @property
+    def address(self) -> str:
+        """`advertise` with an IPv6 host in brackets."""
+        host, separator, port = self.advertise.rpartition(":")
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        return f"{host}{separator}{port}"
+
+    @property
+    def listen_host(self) -> str:
+        """`host`; all addresses of both families where the door is advertised by an IPv6 one."""
+        ipv6 = self.address.startswith("[")
+        return "::" if ipv6 and self.host == "0.0.0.0" else self.host
 
     @property
     def is_loopback(self) -> bool:

@@ -14,7 +14,7 @@ from support.api_servers import ApiServer, running_api_server
 from support.clusters import Cluster, OwnCluster, running_cluster
 from support.releases import Voice, running_voice
 
-from scripts.cluster import API_PARTS, build, foreign_kubeconfig, why_not
+from scripts.cluster import API_PARTS, build, foreign_kubeconfig, install_packages, why_not
 
 _NOT_RUN = pytest.StashKey[list[str]]()
 
@@ -73,7 +73,7 @@ def voice(own_cluster: OwnCluster) -> Iterator[Voice]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile here, where no test's timeout counts and the progress can be seen."""
+    """Install and compile here, where no test's timeout counts and the progress can be seen."""
     config = session.config
     if config.option.collectonly:
         return
@@ -82,6 +82,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if wants_nodes or "bare_api_server" in fixtures:
         capture: Any = config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else nullcontext():
+            if wants_nodes:
+                install_packages()
             build(() if wants_nodes else API_PARTS)
 
 

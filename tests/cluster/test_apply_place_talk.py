@@ -7,15 +7,20 @@ sidecar_pods). The client is the demo's, and keeps one connection to the gateway
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-from support.callers import Caller, calling, ticket
+from support.callers import Caller, calling, ticket, turned_away
 from support.kube import Json, KubeError, until
-from support.releases import RELEASE, SIDECARS, Voice, example, ledger_of, left_of
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed
+from support.releases import (
+    RELEASE,
+    SIDECARS,
+    Voice,
+    applied,
+    example,
+    ledger_of,
+    left_of,
+    named,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -97,27 +102,6 @@ async def test_the_charts_own_test_holds_a_conversation(voice: Voice) -> None:
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-def named(name: str, **spec: object) -> Json:
-    """examples/session.yaml under another name."""
-    session = example("session.yaml")
-    session["metadata"]["name"] = name
-    session["spec"] |= spec
-    return session
-
-
-@contextmanager
-def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Iterator[None]:
-    """Gone at the end, and their slots free."""
-    where = namespace or voice.namespace
-    voice.cluster.apply(list(sessions), where)
-    try:
-        yield
-    finally:
-        names = [f"dxs/{session['metadata']['name']}" for session in sessions]
-        arguments = ("delete", *names, "--ignore-not-found", "--timeout=60s")
-        voice.cluster.kubectl(*arguments, namespace=where, timeout_s=70)
-
-
 async def test_a_pod_is_killed_while_it_talks(voice: Voice) -> None:
     """Nothing is parked: the lease is broken, and the other pod takes over what was durable."""
     kube, namespace = voice.cluster, voice.namespace
@@ -193,16 +177,6 @@ async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> Non
                 (f"{voice.namespace}/guarded", own.token),
             ):
                 assert await turned_away(url + session, token) == ("unauthorized", 1008)
-
-
-async def turned_away(url: str, token: str) -> tuple[str, int]:
-    """The one error that such a client gets, and the close code behind it."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with connect(url, additional_headers=headers) as socket:
-        error: Json = json.loads(await socket.recv())["error"]
-        with pytest.raises(ConnectionClosed) as closed:
-            await socket.recv()
-        return error["code"], closed.value.rcvd.code if closed.value.rcvd else 0
 
 
 async def test_a_namespace_goes_with_a_live_session(voice: Voice) -> None:

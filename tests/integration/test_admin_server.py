@@ -2,32 +2,38 @@
 nobody gets in anywhere without the token."""
 
 import asyncio
+import base64
 import gc
 import json
 import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI
 from support.certificates import make_certificate
 
+from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import AdminGuard, guards_all, guards_status
 from duplex_sidecar.admin.tokens import FixedToken
+from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.token import token_sha256
+from duplex_sidecar.session.given_voices import GivenVoices
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
-from session_kit import TOKEN, Caller, Replica, Terms, replica
+from session_kit import MODEL, TOKEN, Caller, Replica, Terms, replica
 
 pytestmark = pytest.mark.integration
 ADMIN = "admin token"
@@ -99,12 +105,16 @@ class Pod:
 async def pod(
     url: str, name: str, certificate: tuple[Path, Path], slots: int
 ) -> AsyncIterator[Pod]:
-    async with replica(url, name, slots=slots) as running:
+    async with replica(url, name, slots=slots) as running, AsyncExitStack() as stack:
         found: list[Pod] = []
         feed = Feed(running.registry.roster, lambda: found[0].hello())
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         install_error_handlers(app)
-        app.include_router(admin_router(lambda: running.registry, lambda: found[0].ready, feed))
+        kept = Path(stack.enter_context(TemporaryDirectory()))
+        voices = GivenVoices(kept, MODEL.config.token2wav, MODEL.given, set)
+        app.include_router(
+            admin_router(lambda: running.registry, lambda: found[0].ready, feed, voices)
+        )
         app.add_middleware(AdminGuard, token=FixedToken(ADMIN), guarded=guards_all)
         config = uvicorn.Config(
             app,
@@ -243,6 +253,44 @@ async def test_a_session_that_is_handed_over(
         async with listening(here) as feed:
             left = await feed.until(session="handed")
             assert (left["phase"], left["reason"]) == ("gone", "handed_over")
+
+
+async def test_a_voice_that_comes_with_its_session(here: Pod, tmp_path: Path) -> None:
+    config = MODEL.config.token2wav
+    # Without a clip: the fake encoder has one length for all.
+    silent = replace(seeded_voice("x", 20, 0, config), reference_16khz=np.zeros(0, np.float32))
+    content = save_voice(tmp_path, silent).read_bytes()
+    terms = Terms("context", voice=given_voice_name(content))
+    file = base64.b64encode(content).decode()
+    assert (await here.put("spoken", terms, voiceFile=file))[0] == 200
+    assert (await here.put("spoken", terms, voiceFile=file))[0] == 200
+    caller = Caller("spoken")
+    await caller.dial(here.replica)
+    await caller.talk(2)
+
+    other = save_voice(tmp_path, replace(silent, speaker=-silent.speaker)).read_bytes()
+    renamed = replace(terms, voice=given_voice_name(other))
+    noise = base64.b64encode(b"no voice").decode()
+    noisy = replace(terms, voice=given_voice_name(b"no voice"))
+    large = base64.b64encode(b"\0" * (MAX_GIVEN_VOICE_BYTES + 1)).decode()
+    answers = {
+        "another": await here.put("spoken", renamed, voiceFile=base64.b64encode(other).decode()),
+        "no file": await here.put("s", terms),
+        "another's file": await here.put("s", renamed, voiceFile=file),
+        "a plain name's": await here.put("s", Terms("context"), voiceFile=file),
+        "no voice": await here.put("s", noisy, voiceFile=noise),
+        "too large": await here.put("s", noisy, voiceFile=large),
+        "no base64": await here.put("s", noisy, voiceFile="*"),
+    }
+    assert {what: (status, error["code"]) for what, (status, error) in answers.items()} == {
+        "another": (409, "manifest_conflict"),
+        "no file": (422, "unserved_manifest"),
+        "another's file": (422, "unserved_manifest"),
+        "a plain name's": (422, "unserved_manifest"),
+        "no voice": (422, "unserved_manifest"),
+        "too large": (422, "invalid_request"),
+        "no base64": (422, "unserved_manifest"),
+    }
 
 
 async def test_a_token_by_its_hash_alone(here: Pod) -> None:

@@ -1,13 +1,17 @@
 """Clients of a session on a cluster: the demo's own, talking through the gateway at real time."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import pytest
 from support.kube import Json, Kube
 from support.material import speech
 from support.releases import RELEASE, Voice
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from duplex_sidecar.client.conversation import Conversation, ConversationFailed, Talk
 
@@ -130,3 +134,13 @@ async def calling(
             task.cancel()
             with suppress(asyncio.CancelledError, ConversationFailed):
                 await task
+
+
+async def turned_away(url: str, token: str) -> tuple[str, int]:
+    """The one error that such a client gets, and the close code behind it."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with connect(url, additional_headers=headers) as socket:
+        error: Json = json.loads(await socket.recv())["error"]
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.recv()
+        return error["code"], closed.value.rcvd.code if closed.value.rcvd else 0

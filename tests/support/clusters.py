@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -187,6 +188,31 @@ class OwnCluster(Cluster):
             _image("load", cluster.binaries_folder(), cluster.state_folder(), archive)
             loaded.parent.mkdir(exist_ok=True)
             loaded.touch()
+
+    # --- what a node consists of ---
+
+    def kill_kubelet(self, node: str) -> tuple[str, ...]:
+        """At once. Its containers go on. Returns the command that `start_kubelet` wants."""
+        pid = (cluster.state_folder() / "pids" / f"{node}-kubelet").read_text().strip()
+        command = Path("/proc", pid, "cmdline").read_bytes().decode().rstrip("\0").split("\0")
+        os.kill(int(pid), signal.SIGKILL)
+        return tuple(command)
+
+    def start_kubelet(self, node: str, command: Sequence[str]) -> None:
+        """As the recipe does."""
+        script = f'. {cluster.RECIPE}/lib.sh; spawn {node}-ns {node}-kubelet "$@"'
+        given = {"state": str(cluster.state_folder()), "bin": str(cluster.binaries_folder())}
+        subprocess.run(
+            ("bash", "-euc", script, "bash", *command), env={**os.environ, **given}, check=True
+        )
+
+    def kill_processes(self, pod_uid: str) -> None:
+        """All of a pod's, in every container, as a node's end would. Needs no kubelet."""
+        mark = f"pod{pod_uid}"
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "cgroup").read_text():
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     # --- what pods see of this machine ---
 

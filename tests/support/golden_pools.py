@@ -71,8 +71,11 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
-def blueprint(spec: dict[str, Any], identity: PoolIdentity = IDENTITY) -> PodBlueprint:
-    return pod_blueprint(identity, resolve_pool(PoolSpec.model_validate(spec)), RELEASE_IMAGE)
+def blueprint(
+    spec: dict[str, Any], identity: PoolIdentity = IDENTITY, durability: str = ""
+) -> PodBlueprint:
+    resolved = resolve_pool(PoolSpec.model_validate(spec))
+    return pod_blueprint(identity, resolved, RELEASE_IMAGE, durability)
 
 
 def pod_of(spec: dict[str, Any]) -> dict[str, Any]:

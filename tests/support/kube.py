@@ -192,17 +192,16 @@ class Kube:
 
     def await_kinds(self) -> None:
         """Until the server serves both kinds and says so: Established comes a little earlier."""
-        until(self._established, "both kinds established")
+        for plural in (SESSION_PLURAL, POOL_PLURAL):
+            name = f"{plural}.{API_GROUP}"
+            until(lambda name=name: self._is_established(name), f"the definition of {name}")
         for short_name in (SESSION_SHORT_NAME, POOL_SHORT_NAME):
             until(lambda name=short_name: self._explains(name), f"the kind {short_name}")
 
-    def _established(self) -> bool:
-        """`kubectl wait` fails on one that has no conditions yet."""
-        crds = [f"crd/{plural}.{API_GROUP}" for plural in (SESSION_PLURAL, POOL_PLURAL)]
-        with suppress(KubeError):
-            self.kubectl("wait", *crds, "--for=condition=Established", "--timeout=30s")
-            return True
-        return False
+    def _is_established(self, definition: str) -> bool:
+        """`kubectl wait` fails for one so new that it has no conditions at all."""
+        conditions = self.get("crd", definition).get("status", {}).get("conditions") or ()
+        return any((c["type"], c["status"]) == ("Established", "True") for c in conditions)
 
     def _explains(self, kind: str) -> bool:
         with suppress(KubeError):

@@ -1,7 +1,7 @@
 """A release of the chart on this machine's own cluster, and what it needs there to run real
 conversations: images without a registry, a pool whose pods run this checkout."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +56,19 @@ class Voice:
 
 
 @contextmanager
-def running_voice(cluster: OwnCluster, pods: int = 2) -> Generator[Voice]:
-    """Of that many pods with one slot each. Begins when they take sessions."""
+def running_voice(
+    cluster: OwnCluster, pods: int = 2, limits: Mapping[str, str] | None = None
+) -> Generator[Voice]:
+    """Of that many pods with one slot each. Begins when they take sessions. limits: more of them
+    for each sidecar."""
     load_images(cluster)
     install_kinds(cluster)
     with cluster.namespace("voice") as namespace:
         install(cluster, namespace)
         try:
             pool = cpu_pool(cluster, namespace, replicas=pods, slots=1)
+            (sidecar,) = pool["spec"]["template"]["spec"]["containers"]
+            sidecar["resources"]["limits"] |= limits or {}
             cluster.apply(pool, namespace)
             voice = Voice(cluster, namespace, pool["metadata"]["name"])
             voice.await_free(pods)
@@ -110,6 +115,27 @@ def uninstall(cluster: OwnCluster, namespace: str) -> None:
 def example(name: str) -> Json:
     """A manifest of examples/, as it is there."""
     return yaml.safe_load((EXAMPLES / name).read_text())
+
+
+def named(name: str, **spec: object) -> Json:
+    """examples/session.yaml under another name."""
+    session = example("session.yaml")
+    session["metadata"]["name"] = name
+    session["spec"] |= spec
+    return session
+
+
+@contextmanager
+def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[None]:
+    """Gone at the end, and their slots free."""
+    where = namespace or voice.namespace
+    voice.cluster.apply(list(sessions), where)
+    try:
+        yield
+    finally:
+        names = [f"dxs/{session['metadata']['name']}" for session in sessions]
+        arguments = ("delete", *names, "--ignore-not-found", "--timeout=60s")
+        voice.cluster.kubectl(*arguments, namespace=where, timeout_s=70)
 
 
 def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:

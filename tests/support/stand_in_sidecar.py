@@ -2,6 +2,7 @@
 ledger server, and no engine behind it. What a client or a failure would do is a method here."""
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import json
@@ -49,6 +50,7 @@ class StandInSession:
     attached: bool = False
     units: int = 0
     rebuilds: int = 0
+    voice_file: bytes = b""
 
     def line(self) -> dict[str, Any]:
         return {
@@ -197,6 +199,7 @@ class StandInSidecar:
             return _refuse({"stale": 409, "held": 503}.get(verdict, 410), code)
         if session is None:
             session = StandInSession(uid, json.loads(body["manifest"]), body["tokenHash"], fence)
+            session.voice_file = base64.b64decode(body.get("voiceFile", ""))
             self.sessions[uid] = session
         session.fence, session.token_sha256 = fence, body["tokenHash"]
         self._say(session.line())

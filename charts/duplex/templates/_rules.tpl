@@ -20,6 +20,10 @@
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, get, list, patch]
+# Voices: only those of sessions, and only with their label.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [create, patch]

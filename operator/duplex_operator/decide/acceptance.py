@@ -18,7 +18,7 @@ class RefusalReason(StrEnum):
     INVALID_WINDOW = "InvalidWindow"
     UNKNOWN_PRESET = "UnknownWindowPreset"
     TOKEN_UNUSABLE = "TokenUnusable"
-    VOICE_NOT_SERVED = "VoiceNotServed"
+    VOICE_UNUSABLE = "VoiceUnusable"
     REFUSED_BY_POD = "RefusedByPod"
 
 
@@ -48,11 +48,6 @@ def judge(session: SessionObject, pool: PoolObject | None) -> Accepted | Refused
             RefusalReason.NAMESPACE_NOT_ALLOWED,
             f"pool {key} takes no sessions of namespace {namespace}",
         )
-    voice = session.spec.voice
-    if voice is not None and voice.name is None:
-        # Said here, and not by a pod, so that it never takes a slot. No Secret is read for it.
-        sentence = "voices of Secrets and ConfigMaps are not served; name one of the pool's voices"
-        return Refused(RefusalReason.VOICE_NOT_SERVED, sentence)
     pinned = session.status.window
     if pinned is not None and all(getattr(pinned, name) is not None for name in WINDOW_FIELDS):
         return Accepted(pinned)

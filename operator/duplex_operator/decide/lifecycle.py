@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from duplex_api.metadata import ConditionStatus
 from duplex_api.session import DesiredState, Placement, SessionPhase
-from duplex_operator.decide.acceptance import Accepted, Refused
+from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
     Action,
     AskForSlot,
@@ -51,6 +51,8 @@ _FINAL_REFUSALS = {
     "draining": "PodDraining",
     "manifest_conflict": "ManifestConflict",
 }
+VOICE_REFUSAL = "voice_unusable"
+"""Code of the one refusal that is not a pod's."""
 UNHEARD_LOOK_S = 0.5
 LEASE_MARGIN_MS = 10
 REFUSED_LOOK_S = 5.0
@@ -240,6 +242,8 @@ def _requeue(facts: SessionFacts, reason: str, sentence: str) -> Action:
 
 def _refused(facts: SessionFacts, code: str, message: str) -> Action:
     """The pod's final answer."""
+    if code == VOICE_REFUSAL:
+        return _lost(facts, RefusalReason.VOICE_UNUSABLE, message)
     return _lost(facts, _FINAL_REFUSALS.get(code, "RefusedByPod"), f"the pod refused: {message}")
 
 

@@ -40,10 +40,15 @@ _SPEC_OR_SECRET = frozenset(
 """Variables that may be unset, and still are not the template's."""
 
 
-def merged_environment(pool_name: str, spec: ResolvedPool, given: list[Manifest]) -> list[Manifest]:
-    """The operator's, then the template's, which may replace what is a default only."""
+def merged_environment(
+    pool_name: str, spec: ResolvedPool, given: list[Manifest], durability: str
+) -> list[Manifest]:
+    """The operator's, then the template's, which may replace what is a default only.
+
+    durability: the installation's; empty: the sidecar's own default.
+    """
     named = {each.get("name") for each in given}
-    defaults = [v for v in _default_environment(spec) if v["name"] not in named]
+    defaults = [v for v in _default_environment(spec, durability) if v["name"] not in named]
     return [*_fixed_environment(pool_name, spec), *defaults, *given]
 
 
@@ -87,12 +92,14 @@ def _fixed_environment(pool_name: str, spec: ResolvedPool) -> list[Manifest]:
     return environment
 
 
-def _default_environment(spec: ResolvedPool) -> list[Manifest]:
+def _default_environment(spec: ResolvedPool, durability: str) -> list[Manifest]:
     """What a template may say otherwise."""
     environment = [
         variable("HOME", CACHE_PATH),
         variable("DUPLEX_DEVICE", "cuda" if spec.gpu else "cpu"),
     ]
+    if durability:
+        environment.append(variable("DUPLEX_LEDGER_DURABILITY", durability))
     if spec.gpu:
         # The worst case of every seat, so that the engines never preempt.
         seats = spec.slots + spec.rebuilds_at_once

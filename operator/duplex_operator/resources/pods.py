@@ -84,11 +84,18 @@ class PodBlueprint:
         return self.manifest | {"metadata": metadata | {"name": name, "annotations": annotations}}
 
 
-def pod_blueprint(pool: PoolIdentity, spec: ResolvedPool, release_image: str) -> PodBlueprint:
-    """Raises TemplateError when the pool's template says what it may not."""
+def pod_blueprint(
+    pool: PoolIdentity, spec: ResolvedPool, release_image: str, durability: str = ""
+) -> PodBlueprint:
+    """durability: the installation's word on its ledger; empty: none.
+
+    Raises TemplateError when the pool's template says what it may not.
+    """
     parts = read_template(spec.template, _protected(pool, spec))
     checkpoint_hash = _digest(spec.checkpoint.model_dump(mode="json", exclude_none=True))
-    pod_spec = _pod_spec(pool, spec, parts, release_image)
+    given = _listed(parts.sidecar, "env")
+    environment = merged_environment(pool.name, spec, given, durability)
+    pod_spec = _pod_spec(pool, spec, parts, _sidecar(spec, parts, release_image, environment))
     labels = dict(parts.labels) | _own_labels(pool)
     template_hash = _digest([pod_spec, labels, dict(parts.annotations)])
     # After the hash: both can change without a new pod, the operator names the grace at each drain.
@@ -152,7 +159,7 @@ def _own_labels(pool: PoolIdentity) -> dict[str, str]:
 
 
 def _pod_spec(
-    pool: PoolIdentity, spec: ResolvedPool, parts: TemplateParts, release_image: str
+    pool: PoolIdentity, spec: ResolvedPool, parts: TemplateParts, sidecar: Manifest
 ) -> Manifest:
     claims = spec.gpu.resource_claims if spec.gpu else None
     security: Manifest = {
@@ -168,7 +175,7 @@ def _pod_spec(
         "enableServiceLinks": False,
         "securityContext": security | dict(parts.security),
         "containers": [
-            _sidecar(pool, spec, parts, release_image),
+            sidecar,
             *(_own_container(container) for container in parts.containers),
         ],
         "volumes": [*volumes(pool.name, spec), *parts.volumes],
@@ -187,14 +194,14 @@ def _pod_spec(
 
 
 def _sidecar(
-    pool: PoolIdentity, spec: ResolvedPool, parts: TemplateParts, release_image: str
+    spec: ResolvedPool, parts: TemplateParts, release_image: str, environment: list[Manifest]
 ) -> Manifest:
     container: Manifest = {
         "name": SIDECAR_CONTAINER,
         "image": spec.image or release_image,
         "command": ["duplex", "serve", "--from-environment"],
         # First what may stand in the template: a variable can use those before it.
-        "env": merged_environment(pool.name, spec, _listed(parts.sidecar, "env")),
+        "env": environment,
         "ports": [
             {"name": "realtime", "containerPort": REALTIME_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},

@@ -19,21 +19,31 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
+from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name, is_given
 from duplex_api.manifest import ManifestError, load_manifests
 from duplex_api.pool import PoolSpec
 from duplex_api.problems import Problem
 from duplex_api.resolve import UnknownPresetError
-from duplex_api.session import DuplexSession
+from duplex_api.session import DuplexSession, Voice
 from duplex_api.window import WindowConfigError
 from duplex_sidecar.admin.feed import Feed, FeedResponse
 from duplex_sidecar.admin.guard import ADMIN_PREFIX, error_body
 from duplex_sidecar.admin.views import session_view
+from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.departures import HAND_OVER_GRACE_S
+from duplex_sidecar.session.given_voices import GivenVoices
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
@@ -85,8 +95,17 @@ class OpenSession(_Body):
         Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Field(alias="tokenHash")
     ] = None
     """sha256 of the token, in hex."""
+    voice_file: Annotated[Base64Bytes | None, Field(alias="voiceFile")] = None
+    """The file of the voice that the manifest names, in base64; where the name is `given-...`."""
     fence: Annotated[int, Field(ge=1, le=2**53)] | None = None
     """Issued by an operator: only a larger one than the ledger's is taken."""
+
+    @field_validator("voice_file")
+    @classmethod
+    def _bounded(cls, content: bytes | None) -> bytes | None:
+        if content is not None and len(content) > MAX_GIVEN_VOICE_BYTES:
+            raise ValueError(f"a voice file has at most {MAX_GIVEN_VOICE_BYTES} bytes")
+        return content
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:
@@ -147,7 +166,10 @@ class DeadReplica(_Body):
 
 
 def admin_router(
-    registry: Callable[[], SessionRegistry | None], is_ready: Callable[[], bool], feed: Feed
+    registry: Callable[[], SessionRegistry | None],
+    is_ready: Callable[[], bool],
+    feed: Feed,
+    voices: GivenVoices,
 ) -> APIRouter:
     """registry: None until the ledger is connected. `AdminGuard` stands in front of it."""
 
@@ -168,6 +190,7 @@ def admin_router(
             # A text as long as may be takes seconds to read; sessions go on meanwhile.
             manifests = await asyncio.to_thread(load_manifests, body.manifest)
         manifest = manifests.only_session()
+        await asyncio.to_thread(_take_voice, voices, manifest.spec.voice, body.voice_file)
         return manifest, manifests.pool_of(manifest)
 
     @router.put("/sessions/{session}")
@@ -233,6 +256,22 @@ def admin_router(
     _ = (open_session, list_sessions, get_session, park_session, end_session, erase_session)
     _ = (prepare_session, hand_over_session, drain, declare_dead, listen)
     return router
+
+
+def _take_voice(voices: GivenVoices, named: Voice | None, content: bytes | None) -> None:
+    """Raises UnservedManifestError unless file and name belong together."""
+    name = named.name if named is not None else None
+    expected = None if content is None else given_voice_name(content)
+    if expected is None and not (name and is_given(name)):
+        return
+    if content is None or name != expected:
+        message = "a voice of this name comes with its file, any other comes without one"
+        raise UnservedManifestError((Problem("spec.voice.name", message, ""),))
+    try:
+        voices.take(content)
+    except CheckpointError as error:
+        problem = Problem("spec.voice", f"is no usable voice file: {error.reason}", "")
+        raise UnservedManifestError((problem,)) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -15,7 +15,8 @@ ADMIN_PREFIX = "/admin/v1"
 STATUS_PATHS = ("/metrics", "/statusz")
 VERSION_HEADER = "Duplex-Admin-Version"
 VERSION = "1"
-MAX_BODY_BYTES = 1024 * 1024
+MAX_BODY_BYTES = 2 * 1024 * 1024
+"""A manifest and a voice file."""
 
 
 def error_body(

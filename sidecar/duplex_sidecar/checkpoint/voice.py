@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
+from duplex_api.given_voices import is_given
 from duplex_sidecar.checkpoint.config import Token2WavConfig
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.headers import read_safetensors_header
@@ -79,16 +80,27 @@ def voice_references(
 
 
 def load_voice(
-    folder: Path, name: str, config: Token2WavConfig, voices_dir: Path | None = None
+    folder: Path,
+    name: str,
+    config: Token2WavConfig,
+    voices_dir: Path | None = None,
+    given_dir: Path | None = None,
 ) -> Voice:
-    """VOICES_DIR/NAME.safetensors where it is there, else FOLDER/voices/NAME.safetensors. Raises
-    CheckpointError (missing, unreadable, invalid_voice).
+    """VOICES_DIR/NAME.safetensors where it is there, else FOLDER/voices/NAME.safetensors; of a
+    voice that was given with a session GIVEN_DIR/NAME.safetensors. Raises CheckpointError (missing,
+    unreadable, invalid_voice).
 
     `name` may come from a client: anything but a plain voice name is `missing`.
     """
     if not VOICE_NAME.fullmatch(name):
         raise CheckpointError(CheckpointFault.MISSING, str(folder), f"no voice {name!r}")
-    path = _file_of(folder, voices_dir, name)
+    if given_dir is not None and is_given(name):
+        return read_voice(given_dir / f"{name}{VOICE_SUFFIX}", name, config)
+    return read_voice(_file_of(folder, voices_dir, name), name, config)
+
+
+def read_voice(path: Path, name: str, config: Token2WavConfig) -> Voice:
+    """Of any file. Raises CheckpointError (missing, unreadable, invalid_voice)."""
     check_voice_header(path, read_safetensors_header(path), config)
     check_origin(path, folder)
     tensors = load_file(path)

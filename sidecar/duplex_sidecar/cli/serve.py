@@ -98,11 +98,11 @@ def run_sidecar(settings: SidecarSettings) -> int:
             if port == 0 and listeners:
                 continue
             try:
-                listeners.append(stack.enter_context(_listen(settings.host, port)))
+                listeners.append(stack.enter_context(_listen(settings.listen_host, port)))
             except OSError as error:
                 reason = error.strerror or str(error)
                 return _complain(
-                    EXIT_PORT_TAKEN, f"cannot listen on {settings.host}:{port}: {reason}"
+                    EXIT_PORT_TAKEN, f"cannot listen on {settings.listen_host}:{port}: {reason}"
                 )
 
         def give_up(error: BaseException) -> None:
@@ -177,6 +177,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((host, port))
         listener.listen(128)
     except OSError:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from duplex_api.given_voices import is_given
 from duplex_sidecar.checkpoint.config import CONFIG_NAME, CheckpointConfig, read_config
 from duplex_sidecar.checkpoint.layout import TOKENIZER_NAME
 from duplex_sidecar.checkpoint.report import require_complete
@@ -22,7 +23,8 @@ DEFAULT_VOICE = "default"
 class ServedModel:
     """fingerprint: names the checkpoint; a session never moves to another one. max_model_tokens,
     max_talker_tokens: the contract's limits here, at most what the checkpoint allows. references:
-    length of each voice's reference clip, in samples at 16 kHz; absent or 0: it has none."""
+    length of each voice's reference clip, in samples at 16 kHz; absent or 0: it has none. given:
+    the same of the voices that came with sessions; it grows and shrinks with them."""
 
     config: CheckpointConfig
     vocabulary: Vocabulary
@@ -32,7 +34,14 @@ class ServedModel:
     max_talker_tokens: int
     voices: frozenset[str]
     references: Mapping[str, int] = field(default_factory=dict[str, int])
+    given: dict[str, int] = field(default_factory=dict[str, int])
     bench_script: tuple[tuple[int, ...], ...] = ()
+
+    def has_voice(self, name: str) -> bool:
+        return name in self.given if is_given(name) else name in self.voices
+
+    def reference_samples(self, voice: str) -> int:
+        return (self.given if is_given(voice) else self.references).get(voice, 0)
 
     @property
     def element_type(self) -> ElementType:

@@ -93,7 +93,7 @@ def _reference_samples(resolved: ResolvedSession, model: ServedModel) -> int | N
     names none has the model's own voice, and nothing of it in the prompt."""
     if resolved.voice is None:
         return None
-    samples = model.references.get(voice_of(resolved), 0)
+    samples = model.reference_samples(voice_of(resolved))
     return samples if samples >= SAMPLES_PER_POSITION else None
 
 
@@ -103,7 +103,7 @@ def reference_positions(opening: Opening | OpeningDraft) -> int:
 
 
 def voice_of(resolved: ResolvedSession) -> str:
-    """Name of the voice file; a Secret's or ConfigMap's voice is laid down by the operator."""
+    """Name of the voice file; a Secret's or ConfigMap's voice has got one from the operator."""
     return resolved.voice.name if resolved.voice and resolved.voice.name else DEFAULT_VOICE
 
 
@@ -116,7 +116,7 @@ def require_served(resolved: ResolvedSession, model: ServedModel) -> None:
         problems.append(
             Problem("spec.voice", "voices of Secrets and ConfigMaps need an operator", "name")
         )
-    elif voice not in model.voices:
+    elif not model.has_voice(voice):
         known = ", ".join(sorted(model.voices))
         problems.append(Problem("spec.voice.name", f"the checkpoint has no voice {voice!r}", known))
     if resolved.window.strategy is not WindowStrategy.REPREFILL:

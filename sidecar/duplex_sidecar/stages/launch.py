@@ -57,6 +57,7 @@ def stage_settings(
             max_sessions=settings.slots,
             load_format=load_format,
             voices_dir=settings.voices_dir,
+            given_voices_dir=settings.given_voices_dir,
         ),
         "thinker": msgspec.structs.replace(
             engine(
@@ -81,6 +82,7 @@ def stage_settings(
             max_sessions=settings.slots,
             load_format=load_format,
             voices_dir=settings.voices_dir,
+            given_voices_dir=settings.given_voices_dir,
         ),
     }
 

@@ -47,6 +47,25 @@ def test_every_kind_of_value() -> None:
     assert settings.replica != from_environment(DUPLEX_POD_UID=uid).replica
 
 
+@pytest.mark.parametrize(
+    ("advertised", "address", "listens"),
+    [
+        ("10.0.0.7:8765", "10.0.0.7:8765", "0.0.0.0"),
+        ("fd00:10:244::7:8765", "[fd00:10:244::7]:8765", "::"),
+        ("[fd00::7]:8765", "[fd00::7]:8765", "::"),
+        ("pod.example:8765", "pod.example:8765", "0.0.0.0"),
+        ("", "", "0.0.0.0"),
+    ],
+)
+def test_an_ipv6_door_is_advertised_in_brackets(
+    advertised: str, address: str, listens: str
+) -> None:
+    """As the pod's environment has it, `$(POD_IP):8765`, an address could not be dialled."""
+    settings = from_environment(DUPLEX_HOST="0.0.0.0", DUPLEX_ADVERTISE=advertised)
+    assert (settings.address, settings.listen_host) == (address, listens)
+    assert from_environment(DUPLEX_ADVERTISE=advertised).listen_host == "127.0.0.1"
+
+
 def test_what_is_not_set_has_its_default() -> None:
     bare = from_environment(DUPLEX_SLOTS="")
     assert bare == msgspec.structs.replace(

@@ -240,6 +240,8 @@ def test_the_operator_can_read_its_environment(name: str) -> None:
     assert settings.sidecar_image
     assert settings.gateway_endpoint.startswith(("ws://", "wss://"))
     assert settings.gateway_endpoint.endswith("/v1/realtime")
+    durability = "replicated" if name == "everything" else ""
+    assert settings.ledger_durability == durability
     assert settings.watch_namespaces == (("lab", "voice") if name == "namespaced" else ())
     assert settings.log_level == "INFO"
 

@@ -4,7 +4,7 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from scripts.run_tests import TierResult, count_outcomes
+from scripts.run_tests import TierResult, closing, count_outcomes
 from scripts.tiers import wrong_tier
 
 pytestmark = pytest.mark.unit
@@ -52,3 +52,18 @@ def test_a_tier_is_good_if_it_ran_and_nothing_failed(
     result = TierResult("unit", 1.0, passed, failed, 0, exit_status)
     assert result.good is good
     assert ("ran no test" in result.sentence()) == (passed + failed == 0)
+
+
+def test_the_last_line_counts_and_a_cluster_that_was_not_there_is_told_of() -> None:
+    results = [TierResult("unit", 1.0, 3, 0, 1, 0), TierResult("cluster", 2.0, 2, 0, 0, 0)]
+    lines, good = closing(results, None)
+    assert (lines[-1], good) == ("5 passed, 0 failed, 1 skipped", True)
+    assert "all tiers good" in lines
+    lines, good = closing(results, "needs root")
+    assert (lines[-1], good) == ("5 passed, 0 failed, 1 skipped", True)
+    assert "all tiers good" not in lines
+    assert lines[-3].startswith("cluster: NOT RUN, and not counted")
+    # On a CI machine the tier's own pytest has failed for it.
+    lines, good = closing([results[0], TierResult("cluster", 2.0, 2, 0, 0, 1)], "needs root")
+    assert not good
+    assert "not good: cluster" in lines

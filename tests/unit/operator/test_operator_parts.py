@@ -97,10 +97,11 @@ def test_an_impossible_window_is_refused_with_its_field() -> None:
 
 
 @pytest.mark.parametrize("source", ["secretRef", "configMapRef"])
-def test_a_voice_that_is_not_served_takes_no_slot(source: str) -> None:
-    verdict = judge(session(voice={source: {"name": "mine"}}), pool())
-    assert isinstance(verdict, Refused)
-    assert verdict.reason is RefusalReason.VOICE_NOT_SERVED
+def test_a_sidecar_gets_the_name_of_a_given_voice_and_not_where_it_came_from(source: str) -> None:
+    found = session(voice={source: {"name": "mine"}})
+    assert isinstance(judge(found, pool()), Accepted)
+    text = manifest_text(found, DEFAULT_WINDOW.as_policy(), "given-0123")
+    assert json.loads(text)["spec"]["voice"] == {"name": "given-0123"}
 
 
 def test_what_a_sidecar_gets_is_a_manifest_without_what_is_not_its_business() -> None:
@@ -240,7 +241,12 @@ def test_addresses_of_a_ledger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DUPLEX_LOG_LEVEL", "loud"), ("DUPLEX_HEALTH_PORT", "http")]
+    ("name", "value"),
+    [
+        ("DUPLEX_LOG_LEVEL", "loud"),
+        ("DUPLEX_HEALTH_PORT", "http"),
+        ("DUPLEX_LEDGER_DURABILITY", "everysec"),
+    ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):

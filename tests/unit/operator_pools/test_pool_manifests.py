@@ -25,6 +25,8 @@ from duplex_operator.resources.budgets import occupied_budget
 from duplex_operator.resources.pod_template import TemplateError
 from duplex_operator.resources.pod_volumes import CACHE_PATH, CHECKPOINT_PATH, RUNTIME_PATH
 from duplex_operator.resources.pods import PoolIdentity, drain_bound_s, pod_name
+from duplex_operator.settings import DURABILITIES
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.settings import MAX_DRAIN_GRACE_S, settings_from_environment
 
 pytestmark = pytest.mark.unit
@@ -137,6 +139,17 @@ def test_a_sidecar_takes_the_environment_of_its_pod(name: str) -> None:
     assert not settings.voices_dir or settings.voices_dir in mounts
     named = spec.trace_sample_ratio
     assert settings.trace_sample_ratio == (1.0 if named is None else named)
+
+
+def test_pods_are_told_how_durable_the_ledger_is() -> None:
+    name = "DUPLEX_LEDGER_DURABILITY"
+    assert name not in environment(pod_of(LEAST))
+    told = blueprint(LEAST, durability="fsync")
+    assert environment(told.named("demo-abc234"))[name] == "fsync"
+    assert told.template_hash != blueprint(LEAST).template_hash
+    otherwise = sidecar_says(env=[{"name": name, "value": "memory"}])
+    assert environment(blueprint(otherwise, durability="fsync").named("p"))[name] == "memory"
+    assert {each.value for each in Durability} == set(DURABILITIES)
 
 
 def test_a_grace_longer_than_a_sidecar_takes_is_no_pool() -> None:

@@ -23,6 +23,7 @@ class Code2WavSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     voice: warmed up before serving; other voices are loaded when first asked for, at most
     max_voices are kept.
     voices_dir: looked into before the checkpoint's own voices; empty: nowhere else.
+    given_voices_dir: where voices are that come with sessions; empty: there are none.
     ode_steps, guidance, noise_seed: of the flow decoder (contract section E: 10-step cosine).
     conformer_keep_frames: mel frames (50 a second) of a turn that the conformer still attends to;
     longer turns lose the oldest, the voice's prompt stays.
@@ -42,6 +43,7 @@ class Code2WavSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     conformer_keep_frames: int = 3_000
     load_format: LoadFormat = LoadFormat.AUTO
     voices_dir: str = ""
+    given_voices_dir: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_batch", "max_queue", "max_voices", "ode_steps"):

@@ -45,12 +45,13 @@ async def load_service(config: bytes) -> Code2WavService:
     folder = Path(settings.checkpoint)
     sizes = read_config(folder).token2wav
     voices_dir = Path(settings.voices_dir) if settings.voices_dir else None
+    given_dir = Path(settings.given_voices_dir) if settings.given_voices_dir else None
     is_dummy = settings.load_format is LoadFormat.DUMMY
 
     def voice_of(name: str) -> Voice:
         if is_dummy:
             return seeded_voice(name, _DUMMY_VOICE_CODES, 0, sizes)
-        return load_voice(folder, name, sizes, voices_dir)
+        return load_voice(folder, name, sizes, voices_dir, given_dir)
 
     weights = dummy_weights(sizes, device) if is_dummy else load_weights(folder, sizes, device)
     vocoder = Vocoder(

@@ -17,6 +17,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     neighbours to the last bit; more is for devices where single chunks leave most of it idle.
     load_format dummy: random weights of the checkpoint's shape; only config.json is read.
     voices_dir: looked into before the checkpoint's own voices; empty: nowhere else.
+    given_voices_dir: where voices are that come with sessions; empty: there are none.
     """
 
     checkpoint: str
@@ -26,6 +27,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch: int = 1
     load_format: LoadFormat = LoadFormat.AUTO
     voices_dir: str = ""
+    given_voices_dir: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_batch"):

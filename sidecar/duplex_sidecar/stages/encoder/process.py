@@ -59,6 +59,8 @@ class EncoderService:
         self._engine = engine
         self._checkpoint = Path(settings.checkpoint)
         self._voices_dir = Path(settings.voices_dir) if settings.voices_dir else None
+        given = settings.given_voices_dir
+        self._given_dir = Path(given) if given else None
         self._element_type = settings.element_type
         self._hidden_size = hidden_size
         self._limits = {
@@ -107,9 +109,8 @@ class EncoderService:
         """Its voice file is read when a session opens with it: voices may be added meanwhile."""
         sizes = read_config(self._checkpoint).token2wav
         try:
-            read = await asyncio.to_thread(
-                load_voice, self._checkpoint, voice, sizes, self._voices_dir
-            )
+            places = (self._voices_dir, self._given_dir)
+            read = await asyncio.to_thread(load_voice, self._checkpoint, voice, sizes, *places)
         except CheckpointError as error:
             raise StageError(STAGE, StageFault.REFUSED, str(error)) from None
         return ReferenceRows(self._tensor([await self._engine.reference(read.reference_16khz)]))
