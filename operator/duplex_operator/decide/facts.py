@@ -25,7 +25,8 @@ class PodHealth(StrEnum):
 class PodView:
     """The pod that `status.placement` names. reason, sentence: why it is dead.
 
-    proven: no process of it can be alive, so its leases may be broken."""
+    proven: no process of it can be alive, so its leases may be broken. leaving: it is being
+    emptied, whoever talks there is to go on elsewhere."""
 
     uid: str
     name: str
@@ -33,6 +34,7 @@ class PodView:
     reason: str = ""
     sentence: str = ""
     proven: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class Refusal:
 class Memory:
     """What this process remembers of its own calls. Losing it costs a repeated call, no more.
 
-    opened_fence, opened_ms: of the last successful opening. asked_park_ms: when its pod was last
-    asked to park it. ended, erased: the sidecar has confirmed it. woken: its client waits for it.
+    opened_fence, opened_ms: of the last successful opening. unmoved_fence: under it a hand-over
+    came to nothing. asked_park_ms: when its pod was last asked to park it. ended, erased: the
+    sidecar has confirmed it. woken: its client waits for it.
     token_untold: its token changed and its sidecar does not know it yet.
     refused_spec: a pod refused what the user asked for. flushed_ms: last write of counters.
     waits_since_ms: first asking for a slot. positioned_ms: last write of the queue position.
@@ -83,6 +86,7 @@ class Memory:
 
     opened_fence: int = 0
     opened_ms: int = 0
+    unmoved_fence: int = 0
     asked_park_ms: int = 0
     ended: bool = False
     erased: bool = False
@@ -109,8 +113,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """said: what the placed pod's feed says of it under the placement's fence. ledger: asked only
-    where no sidecar speaks of a session that ran; None: not asked, or away (`ledger_away`)."""
+    """said: what the placed pod's feed says of it under the placement's fence. source: what the
+    pod of the last placement says, where that one runs it still. ledger: asked only where no
+    sidecar speaks of a session that ran; None: not asked, or away (`ledger_away`)."""
 
     session: SessionObject
     verdict: Accepted | Refused
@@ -120,6 +125,7 @@ class SessionFacts:
     limits: Limits = Limits()
     pod: PodView | None = None
     said: FeedSession | None = None
+    source: FeedSession | None = None
     token: Token | None = None
     ledger: LedgerWord | None = None
     ledger_away: bool = False
