@@ -20,8 +20,9 @@ from duplex_operator.decide.facts import (
     lifecycle_ms,
 )
 from duplex_operator.decide.placement import Assignment
+from duplex_operator.decide.pods import Mark
 from duplex_operator.decide.status import RUNNING_PHASES
-from duplex_operator.feed import FeedSession
+from duplex_operator.feed import FeedPhase, FeedSession
 from duplex_operator.fleet import PodFeed
 from duplex_operator.objects import PodObject, PodPhase, SessionObject
 from duplex_operator.routes import LeaseView, LedgerAwayError
@@ -69,6 +70,7 @@ class Observer:
             memory=known.memory,
             limits=self._limits,
             said=None if placement is None else self._said(uid, placement),
+            source=self._source(session),
             wait=context.board.answer_of(uid),
             promise=self._good_promise(uid),
             token=known.token,
@@ -93,6 +95,18 @@ class Observer:
         is history."""
         said = self._context.fleet.session(placement.pod_uid, uid)
         return said if said is not None and said.fence in (0, placement.fence) else None
+
+    def _source(self, session: SessionObject) -> FeedSession | None:
+        """The word of the pod where it was before, if that pod runs it still."""
+        placement, last = session.status.placement, session.status.last_placement
+        if placement is None or last is None or placement.pod_uid == last.pod_uid:
+            return None
+        feed = self._context.fleet.pod(last.pod_uid)
+        said = self._context.fleet.session(last.pod_uid, session.meta.uid)
+        if said is None or feed is None or not feed.connected or feed.suspect:
+            return None
+        runs = said.phase in (FeedPhase.READY, FeedPhase.ACTIVE) and said.fence == last.fence
+        return said if runs else None
 
     def _good_promise(self, uid: str) -> Assignment | None:
         """A promise of a pod that has stopped taking sessions since is taken back."""
@@ -195,7 +209,9 @@ def _judge_object(
         sentence = f"pod {name} has ended ({pod.phase})"
         return PodView(uid, name, PodHealth.DEAD, "PodEnded", sentence, proven=True)
     if feed is not None and feed.connected and not feed.suspect:
-        return PodView(uid, name, PodHealth.LIVE if feed.listed else PodHealth.UNHEARD)
+        health = PodHealth.LIVE if feed.listed else PodHealth.UNHEARD
+        leaving = pod.mark == Mark.DRAINING or feed.draining or feed.told_to_drain
+        return PodView(uid, name, health, leaving=leaving)
     if pod.sidecar_terminated:
         sentence = f"the sidecar of pod {name} has ended ({pod.sidecar_terminated})"
         return PodView(uid, name, PodHealth.DEAD, "SidecarEnded", sentence)

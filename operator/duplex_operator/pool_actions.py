@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from duplex_operator.apply import PODS, ConflictError, MissingError, RefusedError
 from duplex_operator.context import Context
+from duplex_operator.decide.emptying import may_park
 from duplex_operator.decide.pods import Action, CreatePods, DeletePod, Mark, MarkPod, PodView
 from duplex_operator.decide.pool_status import Trouble
 from duplex_operator.names import (
@@ -18,10 +19,17 @@ from duplex_operator.names import (
     ANNOTATION_MARKED_AT,
     LABEL_OCCUPIED,
 )
-from duplex_operator.objects import ObjectKey, PodObject, RawObject, read_pod, timestamp
+from duplex_operator.objects import (
+    ObjectKey,
+    PodObject,
+    RawObject,
+    read_pod,
+    timestamp,
+    timestamp_ms,
+)
 from duplex_operator.pool_look import PoolLook
 from duplex_operator.pool_report import PoolReport
-from duplex_operator.pool_view import own_pods, sessions_of
+from duplex_operator.pool_view import own_pods, sessions_of, talkers_on
 from duplex_operator.resources.pods import PodBlueprint, pod_name
 from duplex_operator.sidecar_client import (
     SidecarClient,
@@ -143,15 +151,25 @@ class PodActions:
                 continue
 
     async def empty_pods(self, look: PoolLook) -> None:
-        """Tells the sidecars of marked pods, again until they have confirmed."""
+        """Tells the sidecars of marked pods, again until they have confirmed; before that, those
+        who talk there get the time to be handed over."""
         marked = [
             pod
             for pod in own_pods(self._context, look.pool)
             if pod.mark in (Mark.DRAINING, Mark.ENDING) and not pod.meta.deleting and pod.ip
         ]
-        told = await asyncio.gather(*(self._empty_pod(look, pod) for pod in marked))
+        due = [pod for pod in marked if self._may_park(look, pod)]
+        if len(due) < len(marked):
+            look.again(SOON_S)
+        told = await asyncio.gather(*(self._empty_pod(look, pod) for pod in due))
         if not all(told):
             look.again(RETRY_S)
+
+    def _may_park(self, look: PoolLook, pod: PodObject) -> bool:
+        if pod.mark != Mark.DRAINING:
+            return True
+        marked_ms = timestamp_ms(pod.meta.annotations.get(ANNOTATION_MARKED_AT, "")) or 0
+        return may_park(talkers_on(self._context, pod.meta.uid), marked_ms, look.now_ms)
 
     async def _empty_pod(self, look: PoolLook, pod: PodObject) -> bool:
         """True: its sidecar has confirmed, and has been told of every session to end."""

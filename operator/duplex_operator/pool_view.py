@@ -89,6 +89,16 @@ def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
     )
 
 
+def talkers_on(context: Context, pod_uid: str) -> int:
+    """Sessions that run there and have a client, by its feed; of those that are gone from
+    Kubernetes nobody takes care any more."""
+    said = context.fleet.sessions_on(pod_uid).items()
+    return sum(
+        one.attached and one.phase in _LIVE and context.store.session_by_uid(uid) is not None
+        for uid, one in said
+    )
+
+
 def queued_for(context: Context, pool: PoolObject) -> int:
     """Sessions that wait for a slot of the pool. One that has just got its slot may still stand in
     the queue for a moment; counted twice it would have a pod made for it."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from duplex_api.resolve_pool import resolve_pool
 from duplex_operator.apply import PDBS, ConflictError, RefusedError
 from duplex_operator.context import Context
+from duplex_operator.decide.emptying import HAND_OVER_BOUND_MS
 from duplex_operator.decide.pods import Mark, PodView, PoolPlan, decide_pods
 from duplex_operator.decide.pool_status import Trouble
 from duplex_operator.decide.scaling import Demand, wanted_pods
@@ -17,7 +18,7 @@ from duplex_operator.pool_actions import REFUSED_RETRY_S, PodActions
 from duplex_operator.pool_credentials import PoolCredentials, SecretTakenError
 from duplex_operator.pool_look import PoolLook, PoolMemory
 from duplex_operator.pool_report import PoolReport
-from duplex_operator.pool_view import own_pods, queued_for, view_pods
+from duplex_operator.pool_view import own_pods, queued_for, sessions_of, view_pods
 from duplex_operator.resources.budgets import budget_name, occupied_budget
 from duplex_operator.resources.pod_template import TemplateError
 from duplex_operator.resources.pods import PodBlueprint, PoolIdentity, drain_bound_s, pod_blueprint
@@ -108,8 +109,10 @@ class PoolReconciler:
         self, look: PoolLook, blueprint: PodBlueprint | None, views: list[PodView]
     ) -> PoolPlan:
         moving = [view for view in views if view.mark is not Mark.FINISHING]
+        # One that changes pods holds a slot of both.
+        taken = {uid for view in moving for uid in sessions_of(self._context, view.uid)}
         demand = Demand(
-            taken=sum(view.sessions for view in moving),
+            taken=len(taken),
             queued=queued_for(self._context, look.pool),
         )
         if blueprint is None:
@@ -122,7 +125,7 @@ class PoolReconciler:
             checkpoint_hash=blueprint.checkpoint_hash if blueprint else "",
             checkpoint_change=look.spec.checkpoint_change,
             max_surge=look.spec.max_surge,
-            drain_bound_ms=drain_bound_s(look.spec) * 1000,
+            drain_bound_ms=HAND_OVER_BOUND_MS + drain_bound_s(look.spec) * 1000,
         )
 
     # Keep what the pods need

@@ -28,6 +28,7 @@ from duplex_operator.decide.actions import (
     End,
     EnsureFinalizer,
     Erase,
+    HandOver,
     Nothing,
     Open,
     Park,
@@ -147,6 +148,8 @@ class SessionReconciler:
                 self._context.board.leave(facts.session.meta.uid)
             case Open():
                 return await self._open(facts, known, action)
+            case HandOver():
+                return await self._hand_over(facts, known, action)
             case Park():
                 return await self._park(facts, known, action)
             case End():
@@ -341,6 +344,34 @@ class SessionReconciler:
         known.memory = replace(known.memory, refusal=refusal)
         log.info("opening %s: %s", facts.session.meta.key, error)
         return None
+
+    async def _hand_over(
+        self, facts: SessionFacts, known: Known, action: HandOver
+    ) -> Nothing | None:
+        """Tried once for a placement: whatever goes wrong, the session goes on where it is, or with
+        the pod that is ready for it."""
+        fleet, uid = self._context.fleet, facts.session.meta.uid
+        target, source = fleet.client(action.pod_uid), fleet.client(action.source_uid)
+        feed, verdict, token = fleet.pod(action.pod_uid), facts.verdict, facts.token
+        window = verdict.window if isinstance(verdict, Accepted) else facts.session.status.window
+        if target is None or source is None or feed is None or token is None or window is None:
+            return Nothing(SOON_S)
+        text = manifest_text(facts.session, window)
+        try:
+            await target.prepare(uid, text, token.sha256, action.fence)
+            await source.hand_over(uid, feed.replica, action.fence)
+        except (SidecarUnreachableError, SidecarRefusalError) as error:
+            log.info("handing %s over: %s", facts.session.meta.key, error)
+            known.memory = replace(known.memory, unmoved_fence=action.fence)
+            return None
+        known.memory = replace(
+            known.memory,
+            opened_fence=action.fence,
+            opened_ms=facts.now_ms,
+            refusal=None,
+            token_untold=False,
+        )
+        return Nothing(SOON_S)
 
     def _is_proven_dead(self, pod_uid: str) -> bool:
         """No process of that pod can be alive: its object is gone, or says so."""

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
+TURN_END_S = 4
+"""How long a hand-over waits for a turn's end; with the unit and the ledger behind it, it stays
+below the time of a call."""
 FEED_SILENCE_S = 10.0
 """A feed without a line (not even a beat) for this long is dialled anew."""
 MOST_ANSWER_BYTES = 1_048_576
@@ -123,6 +126,17 @@ class SidecarClient:
         if voice_file is not None:
             body["voiceFile"] = base64.b64encode(voice_file).decode()
         await self._call("PUT", f"/sessions/{uid}", body)
+
+    async def prepare(self, uid: str, manifest: str, token_sha256: str, fence: int) -> None:
+        """Makes ready there for a session that another pod runs. Repeating it prolongs that."""
+        body = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+        await self._call("POST", f"/sessions/{uid}/prepare", body)
+
+    async def hand_over(self, uid: str, replica: str, fence: int) -> None:
+        """Gives it to a replica that is prepared under that fence. Repeating it changes nothing.
+        Raises SidecarRefusalError where it goes on there or is not there."""
+        body = {"target": replica, "fence": fence, "graceSeconds": TURN_END_S}
+        await self._call("POST", f"/sessions/{uid}/hand-over", body)
 
     async def park(self, uid: str) -> None:
         """Raises SidecarRefusalError `session_busy`."""

@@ -259,6 +259,7 @@ def create_apps(
     sidecar = Sidecar(settings, load_model(settings))
     voices = GivenVoices(
         Path(settings.given_voices_dir),
+        Path(settings.checkpoint),
         sidecar.model.config.token2wav,
         sidecar.model.given,
         lambda: given_voices_in_use(sidecar.roster),

@@ -24,6 +24,7 @@ from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarF
 from tests.bench import conditions
 from tests.bench.figures import Broken, Figure, as_json, exit_status, print_table
 from tests.bench.measure_demo import measure_demo
+from tests.bench.measure_handover import measure_handover
 from tests.bench.measure_kill import measure_kill
 from tests.bench.measure_ledger import measure_ledger
 from tests.bench.measure_memory import measure_memory
@@ -33,7 +34,17 @@ from tests.bench.measure_start import measure_start
 from tests.bench.measure_units import measure_units
 from tests.bench.rig import Rig
 
-MEASURES = ("planner", "ledger", "start", "units", "memory", "kill", "profile", "demo")
+MEASURES = (
+    "planner",
+    "ledger",
+    "start",
+    "units",
+    "memory",
+    "kill",
+    "handover",
+    "profile",
+    "demo",
+)
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK_RESULTS = conditions.ROOT / ".cache" / "bench"
 
@@ -142,6 +153,8 @@ def run(rig: Rig, chosen: list[str], results: Results, console: Console) -> None
             ):
                 if name in chosen and warm:
                     results.take(name, lambda measure=measure: measure(rig, warm[0]), console)
+    if "handover" in chosen:
+        results.take("handover", lambda: measure_handover(rig), console)
     if "profile" in chosen:
         results.take("profile", lambda: measure_profile(rig), console)
     if "demo" in chosen:

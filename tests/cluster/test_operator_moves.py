@@ -176,6 +176,14 @@ class World:
 
         return str(await self.until(look, f"the placement of {name}"))
 
+    async def ready_pods(self, count: int) -> None:
+        """So many that the operator has heard of."""
+
+        async def look() -> bool:
+            return (await self.pool()).get("status", {}).get("readyReplicas") == count
+
+        await self.until(look, f"{count} ready pods")
+
     async def until(self, look: Callable[[], Awaitable[Any]], what: str) -> Any:
         """Fails at once, with its reason, when operator, kubelet or clients have failed."""
 
@@ -211,6 +219,7 @@ SESSION: Json = {"poolRef": {"name": "demo"}}
 
 async def test_a_session_leaves_a_cordoned_node_and_its_pod_goes(world: World) -> None:
     await world.apply(POOL_KIND, "demo", POOL | {"replicas": 2})
+    await world.ready_pods(2)
     await world.apply(SESSION_KIND, "talk", SESSION)
     first = await world.placed("talk")
     uid = (await world.session("talk"))["metadata"]["uid"]
@@ -229,8 +238,33 @@ async def test_a_session_leaves_a_cordoned_node_and_its_pod_goes(world: World) -
         return first not in await world.pods()
 
     await world.until(gone, "the end of the first pod")
-    assert world.sidecars[first].calls.count("POST drain") >= 1
+    source, target = world.sidecars[first].calls, world.sidecars[second].calls
+    assert (source.count("POST sessions/*/hand-over", uid), source.count("POST drain")) == (1, 1)
+    asked = [verb for verb, about in target.made if about == uid]
+    assert asked == ["POST sessions/*/prepare"], "made ready once, and never opened"
+    assert source.made.index(("POST drain", "")) > source.made.index(
+        ("POST sessions/*/hand-over", uid)
+    )
+    assert source.count("POST sessions/*/park") == 0
     assert uid not in world.sidecars[first].sessions
+
+
+async def test_what_cannot_be_handed_over_parks_and_goes_on(world: World) -> None:
+    await world.apply(POOL_KIND, "demo", POOL | {"replicas": 2})
+    await world.ready_pods(2)
+    await world.apply(SESSION_KIND, "talk", SESSION)
+    first = await world.placed("talk")
+    uid = (await world.session("talk"))["metadata"]["uid"]
+    for sidecar in world.sidecars.values():
+        sidecar.refuse["POST sessions/*/prepare"] = (503, "not_ready")
+    node = (await world.pods())[first]["spec"]["nodeName"]
+    await asyncio.to_thread(world.server.kubectl, "cordon", node)
+    second = await world.placed("talk", not_on=first)
+    calls = [verb for verb, about in world.sidecars[second].calls.made if about == uid]
+    assert calls[0] == "POST sessions/*/prepare"
+    assert set(calls[1:]) == {"PUT sessions/*"}
+    assert world.sidecars[first].calls.count("POST sessions/*/hand-over") == 0
+    assert uid in world.sidecars[second].sessions
 
 
 async def test_a_new_template_moves_sessions_pod_by_pod(world: World) -> None:

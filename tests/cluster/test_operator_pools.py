@@ -137,7 +137,7 @@ async def test_a_drain_whose_bound_has_passed_is_over(rig: PoolRig) -> None:
     await rig.kubectl("scale", "dxp/demo", "--replicas=0")
     await rig.look(2)
     assert len(rig.pods()) == 1
-    rig.late_ms = 36_000
+    rig.late_ms = 56_000
     await rig.look()
     assert rig.pods() == []
     assert "DrainBoundPassed" in await rig.event_reasons()

@@ -342,9 +342,11 @@ async def test_a_parked_session_comes_back_for_its_client(place: Place, redis: R
         await pod.park(uid, "client_away")
         status = await place.phase("talk", "Parked")
         assert status["lastPlacement"]["fence"] == 1
-        record = await route_of(redis, uid)
-        assert record is not None
-        assert record.phase is SessionPhase.PARKED
+
+        async def told() -> bool:
+            return await route_phase(redis, uid) == SessionPhase.PARKED
+
+        await until(told, "the route record")
         await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
         status = await place.phase("talk", "Ready")
         assert status["placement"]["fence"] == 2
@@ -569,6 +571,41 @@ async def test_an_operator_killed_at_any_step_of_placing(
     assert killed_at.count("patch") == 3
     assert killed_at.count("create") == 2
     assert len(pod.sessions) == step
+
+
+MOVING = ("patch", "sidecar-prepare", "sidecar-hand_over", "patch", "create")
+"""The steps outward of handing one over: the placement, the two calls, Ready, its Event."""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_an_operator_killed_at_any_step_of_handing_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    await place.make_pool()
+    first, second = [await place.make_pod(name, slots=8) for name in ("pod-a", "pod-b")]
+    for step, _ in enumerate(MOVING, start=1):
+        name = f"talk-{step}"
+        await place.mark_pods(draining="pod-b", staying="pod-a")
+        async with operating(place):
+            uid = await place.make_session(name)
+            await place.phase(name, "Ready")
+            first.attach(uid)
+            await place.phase(name, "Active")
+        killed = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        reaper = Reaper(step, after=after, passing={"route-write"})
+        reaper.watch(killed, monkeypatch.setattr)
+        await killed.start()
+        await killed.watching()
+        await place.mark_pods(draining="pod-a", staying="pod-b")
+        await asyncio.wait_for(reaper.dead.wait(), 20)
+        await killed.stop()
+        assert reaper.steps == list(MOVING[:step])
+        async with operating(place):
+            status = await place.phase(name, "Ready")
+        assert place.owner_of(uid) == ["pod-b"]
+        placement = status["placement"]
+        assert (placement["pod"], placement["fence"]) == ("pod-b", second.sessions[uid].fence)
+        assert first.calls.count("POST sessions/*/park", uid) == 0, "it never had to wait"
 
 
 LEAVING = ("sidecar-end", "sidecar-erase", "route-drop", "patch", "create")

@@ -111,7 +111,7 @@ async def pod(
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         install_error_handlers(app)
         kept = Path(stack.enter_context(TemporaryDirectory()))
-        voices = GivenVoices(kept, MODEL.config.token2wav, MODEL.given, set)
+        voices = GivenVoices(kept, kept, MODEL.config.token2wav, MODEL.given, set)
         app.include_router(
             admin_router(lambda: running.registry, lambda: found[0].ready, feed, voices)
         )

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
 from duplex_sidecar.session import standing_by
@@ -254,6 +254,46 @@ async def test_a_dial_is_enough_for_the_new_owner_to_look(
     await caller.dial(there)
     await caller.talk(4)
     assert there.registry.live["dialled"].lease.fence == 2
+
+
+async def test_a_target_that_still_reads_when_the_session_has_come_leaves_its_stream_alone(
+    here: Replica, there: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read late holds units of the new owner's own."""
+    terms = Terms("context")
+    caller = await called(here, "reads", terms, 3)
+    await prepare(there, "reads", terms, 2)
+    ready = there.registry._standing_by.prepared("reads")
+    assert ready is not None
+    load, reads, go, read = there.ledger.load, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    follow = ready.warmer.follow
+
+    async def slowly(session: str) -> LoadedSession:
+        if not reads.is_set():
+            reads.set()
+            await go.wait()
+        return await load(session)
+
+    async def followed(loaded: LoadedSession) -> None:
+        try:
+            await follow(loaded)
+        finally:
+            if go.is_set():
+                read.set()
+
+    monkeypatch.setattr(there.ledger, "load", slowly)
+    monkeypatch.setattr(ready.warmer, "follow", followed)
+    await caller.talk(4)
+    await reads.wait()
+    await hand_over(here, there, "reads", 2)
+    await until_moved(caller)
+    await caller.dial(there)
+    await caller.talk(6)
+    go.set()
+    await read.wait()
+    await caller.talk(8)
+    check_events(caller)
+    assert {unit.rebuild_cause for unit in caller.units} <= {None, "slide", "move"}
 
 
 async def test_an_order_to_run_it_does_no_harm(

@@ -20,6 +20,7 @@ from duplex_operator.apply import EVENTS, PODS, POOLS, SESSIONS, KubernetesApi, 
 from duplex_operator.connect import connection
 from duplex_operator.names import (
     ADMIN_PORT,
+    ANNOTATION_MARK,
     COMPONENT_SIDECAR,
     FIELD_MANAGER,
     LABEL_COMPONENT,
@@ -117,6 +118,12 @@ class Place:
         await self.user.patch(PODS, key, {"status": status}, version=None, subresource="status")
         self.pods[name] = sidecar
         return sidecar
+
+    async def mark_pods(self, *, draining: str, staying: str) -> None:
+        """As the operator of a pool that empties one of them."""
+        for name, mark in ((draining, "draining"), (staying, None)):
+            body = {"metadata": {"annotations": {ANNOTATION_MARK: mark}}}
+            await self.user.patch(PODS, ObjectKey(self.namespace, name), body, version=None)
 
     async def kill_pod(self, name: str) -> None:
         """Process and object go at the same time."""

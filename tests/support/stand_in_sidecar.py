@@ -20,6 +20,7 @@ from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
 
 LEASE_MS = 3_000
 BEAT_S = 1.0
+LOOK_S = 0.05
 
 _ACQUIRE = """
 local meta = redis.call('HMGET', KEYS[1], 'fence', 'phase', 'until', 'replica')
@@ -96,6 +97,7 @@ class StandInSidecar:
         self.draining = False
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
+        self.prepared: dict[str, StandInSession] = {}
         self.keeps: set[str] = set()
         """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
@@ -105,6 +107,7 @@ class StandInSidecar:
         self._feeds: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._runner: web.AppRunner | None = None
         self._beats: asyncio.Task[None] | None = None
+        self._looks: asyncio.Task[None] | None = None
         self._speaks = asyncio.Event()
         self._speaks.set()
 
@@ -113,6 +116,8 @@ class StandInSidecar:
         app.router.add_put("/admin/v1/sessions/{uid}", self._put)
         app.router.add_delete("/admin/v1/sessions/{uid}", self._delete)
         app.router.add_post("/admin/v1/sessions/{uid}/park", self._park)
+        app.router.add_post("/admin/v1/sessions/{uid}/prepare", self._prepare)
+        app.router.add_post("/admin/v1/sessions/{uid}/hand-over", self._hand_over)
         app.router.add_post("/admin/v1/drain", self._drain)
         app.router.add_post("/admin/v1/dead-replicas", self._dead)
         app.router.add_post("/admin/v1/erase/{uid}", self._erase)
@@ -121,13 +126,15 @@ class StandInSidecar:
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, port, ssl_context=tls).start()
         self._beats = asyncio.create_task(self._beat())
+        self._looks = asyncio.create_task(self._look())
 
     async def die(self) -> None:
         """The process is gone: sockets closed, leases run out by themselves."""
         self._speaks.set()
-        if self._beats is not None:
-            self._beats.cancel()
-            await asyncio.gather(self._beats, return_exceptions=True)
+        for task in (self._beats, self._looks):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         for queue in self._feeds:
             queue.put_nowait(None)
         if self._runner is not None:
@@ -221,6 +228,42 @@ class StandInSidecar:
             return _refuse(404, "session_not_found")
         await self._over(uid, "parked", "requested")
         return web.json_response({"parked": True})
+
+    async def _prepare(self, request: web.Request) -> web.Response:
+        uid = request.match_info["uid"]
+        body = await request.json()
+        if self.draining or not self.ready:
+            return _refuse(503, "draining" if self.draining else "not_ready")
+        fence = int(body["fence"])
+        if uid not in self.sessions:
+            manifest = json.loads(body["manifest"])
+            self.prepared[uid] = StandInSession(uid, manifest, body["tokenHash"], fence)
+        return web.json_response({"prepared": True, "fence": fence, "units": 0})
+
+    async def _hand_over(self, request: web.Request) -> web.Response:
+        """Its last write makes the lease the target's, which looks for that."""
+        uid = request.match_info["uid"]
+        body = await request.json()
+        session = self.sessions.pop(uid, None)
+        if session is None:
+            return _refuse(404, "session_not_found")
+        target, fence = str(body["target"]), int(body["fence"])
+        until = time.time_ns() // 1_000_000 + LEASE_MS
+        fields = {"fence": str(fence), "nonce": target, "replica": target, "until": str(until)}
+        await cast("Awaitable[int]", self._redis.hset(_meta(uid), mapping=fields))
+        session.phase, session.reason = "gone", "handed_over"
+        self._say(session.line())
+        return web.json_response({"handedOver": True, "fence": fence})
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for uid, session in list(self.prepared.items()):
+                found = self._redis.hmget(_meta(uid), "replica", "fence")
+                holder = await cast("Awaitable[list[str | None]]", found)
+                if holder == [self.replica, str(session.fence)]:
+                    self.sessions[uid] = self.prepared.pop(uid)
+                    self._say(session.line())
 
     async def _drain(self, _: web.Request) -> web.Response:
         self.draining = True

@@ -39,6 +39,16 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Let it change pods while it speaks: the placed pod makes ready under the placement's fence,
+    then the pod that runs it gives it away."""
+
+    pod_uid: str
+    source_uid: str
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Park:
     pod_uid: str
 
@@ -100,6 +110,7 @@ Action = (
     | AskForSlot
     | Place
     | Open
+    | HandOver
     | Park
     | End
     | WriteStatus

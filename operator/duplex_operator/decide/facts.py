@@ -26,7 +26,8 @@ class PodView:
     """The pod that `status.placement` names. reason, sentence: why it is dead.
 
     proven: no process of it can be alive, so its leases may be broken. lease_left_ms: of a pod that
-    is suspect, when the session's lease runs out there unless it is renewed."""
+    is suspect, when the session's lease runs out there unless it is renewed. leaving: it is being
+    emptied, whoever talks there is to go on elsewhere."""
 
     uid: str
     name: str
@@ -35,6 +36,7 @@ class PodView:
     sentence: str = ""
     proven: bool = False
     lease_left_ms: int | None = None
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,9 @@ class Refusal:
 class Memory:
     """What this process remembers of its own calls. Losing it costs a repeated call, no more.
 
-    opened_fence, opened_ms: of the last successful opening. asked_park_ms: when its pod was last
-    asked to park it. ended, erased: the sidecar has confirmed it. woken: its client waits for it.
+    opened_fence, opened_ms: of the last successful opening. unmoved_fence: under it a hand-over
+    came to nothing. asked_park_ms: when its pod was last asked to park it. ended, erased: the
+    sidecar has confirmed it. woken: its client waits for it.
     token_untold: its token changed and its sidecar does not know it yet.
     refused_spec: a pod refused what the user asked for. flushed_ms: last write of counters.
     waits_since_ms: first asking for a slot. positioned_ms: last write of the queue position.
@@ -85,6 +88,7 @@ class Memory:
 
     opened_fence: int = 0
     opened_ms: int = 0
+    unmoved_fence: int = 0
     asked_park_ms: int = 0
     ended: bool = False
     erased: bool = False
@@ -111,8 +115,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """said: what the placed pod's feed says of it under the placement's fence. ledger: asked only
-    where no sidecar speaks of a session that ran; None: not asked, or away (`ledger_away`)."""
+    """said: what the placed pod's feed says of it under the placement's fence. source: what the
+    pod of the last placement says, where that one runs it still. ledger: asked only where no
+    sidecar speaks of a session that ran; None: not asked, or away (`ledger_away`)."""
 
     session: SessionObject
     verdict: Accepted | Refused
@@ -122,6 +127,7 @@ class SessionFacts:
     limits: Limits = Limits()
     pod: PodView | None = None
     said: FeedSession | None = None
+    source: FeedSession | None = None
     token: Token | None = None
     ledger: LedgerWord | None = None
     ledger_away: bool = False

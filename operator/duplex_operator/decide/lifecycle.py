@@ -6,6 +6,7 @@ the second time.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from duplex_api.metadata import ConditionStatus
 from duplex_api.session import DesiredState, Placement, SessionPhase
@@ -18,6 +19,7 @@ from duplex_operator.decide.actions import (
     End,
     EnsureFinalizer,
     Erase,
+    HandOver,
     Nothing,
     Open,
     Park,
@@ -53,6 +55,7 @@ _FINAL_REFUSALS = {
 }
 VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
+_QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
 LEASE_MARGIN_MS = 10
 REFUSED_LOOK_S = 5.0
@@ -85,9 +88,9 @@ def when_deleted(facts: SessionFacts) -> Action | None:
     if SESSION_FINALIZER not in meta.finalizers:
         return Nothing()
     overdue = facts.now_ms - meta.deleted_ms >= facts.limits.erase_bound_ms
-    if _runs_somewhere(facts) and not overdue:
-        assert facts.placement is not None
-        return End(facts.placement.pod_uid, "Deleted")
+    runs_on = _runs_on(facts)
+    if runs_on and not overdue:
+        return End(runs_on, "Deleted")
     if not facts.memory.erased and not overdue:
         return Erase()
     if facts.memory.erased:
@@ -128,9 +131,8 @@ def when_over(facts: SessionFacts) -> Action | None:
         return _finish(facts, "Ended", refusal.message)
     if facts.desired is not DesiredState.CLOSED:
         return None
-    if _runs_somewhere(facts):
-        assert facts.placement is not None
-        return End(facts.placement.pod_uid, "Closed")
+    if runs_on := _runs_on(facts):
+        return End(runs_on, "Closed")
     return _finish(facts, "Closed", "its owner closed it")
 
 
@@ -151,12 +153,13 @@ def when_placed(facts: SessionFacts) -> Action | None:
     if refusal is not None and refusal.fence == placement.fence:
         return _refused(facts, refusal.code, refusal.message)
     if facts.desired is DesiredState.PARKED and facts.said is not None:
-        return _park(facts, placement)
+        return _park(facts, placement.pod_uid)
     if facts.said is not None:
-        return _changed_token(facts, placement) or _reflect(facts, placement)
+        changed = _changed_token(facts, placement)
+        return changed or _leave(facts, placement) or _reflect(facts, placement)
     if pod.health is PodHealth.UNHEARD:
         return Nothing(UNHEARD_LOOK_S)
-    return _absent(facts, placement)
+    return _fetch(facts, placement) or _absent(facts, placement)
 
 
 def when_unplaced(facts: SessionFacts) -> Action | None:
@@ -189,13 +192,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _runs_somewhere(facts: SessionFacts) -> bool:
-    """Whether a sidecar may still run it: it has to be told of the end."""
+def _runs_on(facts: SessionFacts) -> str:
+    """The pod whose sidecar may still run it and has to be told of the end; empty for none."""
+    last = facts.session.status.last_placement
     if facts.placement is None or facts.memory.ended:
-        return False
+        return ""
+    if facts.source is not None and last is not None:
+        return last.pod_uid
     if facts.said is not None and facts.said.phase is FeedPhase.ENDED:
-        return False
-    return facts.pod is not None and facts.pod.health is not PodHealth.DEAD
+        return ""
+    dead = facts.pod is None or facts.pod.health is PodHealth.DEAD
+    return "" if dead else facts.placement.pod_uid
 
 
 def _finish(facts: SessionFacts, reason: str, sentence: str) -> Action:
@@ -269,11 +276,42 @@ def _parked(facts: SessionFacts, reason: str) -> Action:
     return WriteStatus(status, reason, sentence, event=True)
 
 
-def _park(facts: SessionFacts, placement: Placement) -> Action:
+def _park(facts: SessionFacts, pod_uid: str) -> Action:
     waited_ms = facts.now_ms - facts.memory.asked_park_ms
     if waited_ms < facts.limits.repark_after_ms:
         return Nothing((facts.limits.repark_after_ms - waited_ms) / 1000)
-    return Park(placement.pod_uid)
+    return Park(pod_uid)
+
+
+def _leave(facts: SessionFacts, placement: Placement) -> Action | None:
+    """Its pod is being emptied: whoever talks there gets a slot elsewhere, if there is one, before
+    the pod parks what it has left."""
+    leaving = facts.pod is not None and facts.pod.leaving
+    talks = facts.said is not None and facts.said.attached
+    able = isinstance(facts.verdict, Accepted) and facts.token is not None
+    if not (leaving and talks and able):
+        return None
+    placed = _place(facts)
+    if placed is not None:
+        return placed
+    if facts.wait is None:
+        return AskForSlot()
+    reflected = _reflect(facts, placement)
+    return replace(reflected, queued=True) if isinstance(reflected, _QUEUEING) else reflected
+
+
+def _fetch(facts: SessionFacts, placement: Placement) -> Action | None:
+    """It has a slot here and runs still where it was before: it is handed over, or else parked
+    there and taken up here."""
+    source, last = facts.source, facts.session.status.last_placement
+    if source is None or last is None:
+        return None
+    if placement.fence == facts.memory.opened_fence:
+        return None  # it was handed over: the feeds are a moment behind
+    unmoved = placement.fence == facts.memory.unmoved_fence
+    if unmoved or not source.attached or facts.token is None:
+        return _park(facts, last.pod_uid)
+    return HandOver(placement.pod_uid, last.pod_uid, placement.fence)
 
 
 def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:

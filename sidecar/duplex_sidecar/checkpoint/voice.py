@@ -95,12 +95,12 @@ def load_voice(
     if not VOICE_NAME.fullmatch(name):
         raise CheckpointError(CheckpointFault.MISSING, str(folder), f"no voice {name!r}")
     if given_dir is not None and is_given(name):
-        return read_voice(given_dir / f"{name}{VOICE_SUFFIX}", name, config)
-    return read_voice(_file_of(folder, voices_dir, name), name, config)
+        return read_voice(given_dir / f"{name}{VOICE_SUFFIX}", name, folder, config)
+    return read_voice(_file_of(folder, voices_dir, name), name, folder, config)
 
 
-def read_voice(path: Path, name: str, config: Token2WavConfig) -> Voice:
-    """Of any file. Raises CheckpointError (missing, unreadable, invalid_voice)."""
+def read_voice(path: Path, name: str, folder: Path, config: Token2WavConfig) -> Voice:
+    """Of any file, for the checkpoint in `folder`. Raises CheckpointError (missing, unreadable, invalid_voice)."""
     check_voice_header(path, read_safetensors_header(path), config)
     check_origin(path, folder)
     tensors = load_file(path)

@@ -26,11 +26,13 @@ class GivenVoices:
     def __init__(
         self,
         folder: Path,
+        checkpoint: Path,
         config: Token2WavConfig,
         references: dict[str, int],
         in_use: Callable[[], Set[str]],
     ) -> None:
         self._folder = folder
+        self._checkpoint = checkpoint
         self._config = config
         self._references = references
         self._in_use = in_use
@@ -57,7 +59,8 @@ class GivenVoices:
         unchecked = self._folder / f"{name}.unchecked"
         unchecked.write_bytes(content)
         try:
-            samples = len(read_voice(unchecked, name, self._config).reference_16khz)
+            voice = read_voice(unchecked, name, self._checkpoint, self._config)
+            samples = len(voice.reference_16khz)
             unchecked.rename(self._folder / f"{name}{VOICE_SUFFIX}")
         finally:
             unchecked.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from duplex_operator.decide.actions import (
     End,
     EnsureFinalizer,
     Erase,
+    HandOver,
     Nothing,
     Open,
     Park,
@@ -238,6 +239,94 @@ def test_whoever_talks_on_a_leaving_pod_is_placed_again_others_park() -> None:
         SessionPhase.ACTIVE, said=said(FeedPhase.PARKED, reason="drain", attached=True)
     )
     assert decide(talking) == AskForSlot()
+
+
+LEAVING = replace(LIVE, leaving=True)
+
+
+def test_whoever_talks_on_a_leaving_pod_gets_a_slot_elsewhere_before_it_parks() -> None:
+    talking = placed(SessionPhase.ACTIVE, said=said(FeedPhase.ACTIVE, attached=True))
+    assert not isinstance(decide(talking), AskForSlot | Place)
+    leaving = replace(talking, pod=LEAVING)
+    assert decide(leaving) == AskForSlot()
+    place = decide(replace(leaving, promise=SLOT_B))
+    assert isinstance(place, Place)
+    status = place.status
+    assert status.placement == Placement(pod="pod-b", pod_uid="uid-b", fence=4)
+    assert (status.phase, status.last_placement) == (SessionPhase.MOVING, ON_A)
+
+
+def test_there_is_no_slot_elsewhere_so_it_talks_on_and_waits() -> None:
+    talks = said(FeedPhase.ACTIVE, attached=True)
+    waiting = placed(SessionPhase.ACTIVE, said=talks, wait=FULL)
+    action = decide(replace(waiting, pod=LEAVING))
+    assert isinstance(action, WriteStatus)
+    assert action.queued
+    told = replace(waiting, pod=LEAVING, session=session(status=action.status))
+    assert decide(told) == Nothing(queued=True)
+
+
+def test_who_does_not_talk_or_is_to_park_is_left_to_the_drain() -> None:
+    alone = placed(SessionPhase.ACTIVE, said=said(FeedPhase.ACTIVE))
+    assert isinstance(decide(replace(alone, pod=LEAVING)), WriteStatus)
+    talks = said(FeedPhase.ACTIVE, attached=True)
+    wish = placed(SessionPhase.ACTIVE, said=talks, spec={"desiredState": "Parked"})
+    assert decide(replace(wish, pod=LEAVING)) == Park("uid-a")
+
+
+def between(**changes: Any) -> SessionFacts:
+    """It has a slot on pod-b and runs still on pod-a."""
+    talks = said(FeedPhase.ACTIVE, attached=True)
+    before = placed(SessionPhase.ACTIVE, said=talks, promise=SLOT_B)
+    place = decide(replace(before, pod=LEAVING))
+    assert isinstance(place, Place)
+    spec = changes.pop("spec", {})
+    there = PodView("uid-b", "pod-b", PodHealth.LIVE)
+    start = facts(session(status=place.status, **spec), pod=there, source=talks)
+    return replace(start, **changes)
+
+
+def test_a_session_between_two_pods_is_handed_over_once() -> None:
+    assert decide(between()) == HandOver("uid-b", "uid-a", 4)
+    # Another operator, which remembers nothing, says the same; what is done already is an answer.
+    assert decide(between(memory=Memory())) == HandOver("uid-b", "uid-a", 4)
+    moved = Memory(opened_fence=4, opened_ms=NOW_MS - 1_000)
+    assert decide(between(memory=moved)) == Nothing(4.0)
+    arrived = between(said=said(FeedPhase.ACTIVE, fence=4, attached=True), source=None)
+    action = decide(arrived)
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.status.placement) == (
+        SessionPhase.ACTIVE,
+        Placement(pod="pod-b", pod_uid="uid-b", fence=4),
+    )
+
+
+def test_what_cannot_be_handed_over_parks_and_is_taken_up() -> None:
+    came_to_nothing = Memory(unmoved_fence=4)
+    assert decide(between(memory=came_to_nothing)) == Park("uid-a")
+    assert decide(between(source=said(FeedPhase.ACTIVE))) == Park("uid-a")
+    of_before = Memory(unmoved_fence=3)
+    assert decide(between(memory=of_before)) == HandOver("uid-b", "uid-a", 4)
+    assert decide(between(memory=came_to_nothing, source=None)) == Open("uid-b", 4, "uid-a")
+
+
+def test_a_target_that_dies_leaves_the_session_where_it_is() -> None:
+    dead = PodView("uid-b", "pod-b", PodHealth.DEAD, "PodGone", "gone", proven=True)
+    assert decide(between(pod=dead)) == AskForSlot()
+    place = decide(between(pod=dead, promise=Assignment("uid-c", "pod-c")))
+    assert isinstance(place, Place)
+    assert place.status.placement == Placement(pod="pod-c", pod_uid="uid-c", fence=5)
+    unheard = PodView("uid-b", "pod-b", PodHealth.UNHEARD)
+    assert decide(between(pod=unheard)) == Nothing(0.5)
+
+
+def test_a_session_between_two_pods_is_ended_where_it_runs() -> None:
+    assert decide(between(spec={"desiredState": "Closed"})) == End("uid-a", "Closed")
+    here = between()
+    meta = replace(here.session.meta, deleted_ms=NOW_MS - 1_000)
+    gone = replace(here, session=replace(here.session, meta=meta))
+    assert decide(gone) == End("uid-a", "Deleted")
+    assert decide(replace(gone, source=None)) == End("uid-b", "Deleted")
 
 
 def test_the_ledgers_word_on_a_leaving_pod_counts_like_the_pods() -> None:

@@ -28,7 +28,7 @@ class Kept:
         self.folder = folder
         self.known: dict[str, int] = {}
         self.used: set[str] = set()
-        self.voices = GivenVoices(folder, CONFIG, self.known, lambda: self.used)
+        self.voices = GivenVoices(folder, folder, CONFIG, self.known, lambda: self.used)
 
     def files(self) -> set[str]:
         return {path.stem for path in self.folder.iterdir()}
