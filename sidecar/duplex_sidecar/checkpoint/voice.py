@@ -100,7 +100,8 @@ def load_voice(
 
 
 def read_voice(path: Path, name: str, folder: Path, config: Token2WavConfig) -> Voice:
-    """Of any file, for the checkpoint in `folder`. Raises CheckpointError (missing, unreadable, invalid_voice)."""
+    """Of any file, for the checkpoint in `folder`. Raises CheckpointError (missing, unreadable,
+    invalid_voice)."""
     check_voice_header(path, read_safetensors_header(path), config)
     check_origin(path, folder)
     tensors = load_file(path)
