@@ -15,6 +15,8 @@ pytestmark = pytest.mark.unit
 class Swallowing:
     """Answers, or fails, at the very moment at which its caller is cancelled."""
 
+    max_connections = 8
+
     def __init__(self, error: Exception | None) -> None:
         self._error = error
         self.asked = asyncio.Event()
