@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from support.exact_defects import Defect, spoil
 from support.exact_layout import (
     Answer,
     Conversation,
     Placed,
+    Position,
     Script,
     image_kinds,
     left_of,
@@ -296,3 +298,40 @@ def near_ties(talk: Talk, script: Script, language: Language, reference: Referen
                 gaps.append(gap)
             policy.accept(token, emitted)
     return NearTies(sampled, tuple(gaps), farthest)
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """How far answers are off the reference in the direction of a defect.
+
+    along: the states' distance from the reference times what the defect would move them by, summed
+    over all tokens. size: that move with itself. Both add up over answers.
+    """
+
+    along: float = 0.0
+    size: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """0 for a context without the defect, 1 with it. Rounding knows nothing of the defect: what
+        it adds is as likely on either side, and small against all of the defect's tokens."""
+        return self.along / self.size
+
+    def and_then(self, other: "Leaning") -> "Leaning":
+        return Leaning(self.along + other.along, self.size + other.size)
+
+
+def leaning(
+    answer: Said, context: Sequence[Position], defect: Defect, script: Script, reference: Reference
+) -> Leaning:
+    """Of one answer; context: what it must have been decided from. Both sides of the reference
+    follow what was really said, token by token."""
+
+    def states(places: Sequence[Position]) -> torch.Tensor:
+        placed = Placed(tuple(places), False, 0)
+        return _states(reference.decided([(placed, answer.emitted)])[0])
+
+    true = states(context)
+    move = states(spoil(context, defect, script)) - true
+    off = _served(answer, reference) - true
+    return Leaning(float((off * move).sum()), float((move * move).sum()))
