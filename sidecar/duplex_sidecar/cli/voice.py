@@ -6,8 +6,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from duplex_api.given_voices import GIVEN_VOICE_PREFIX, is_given
 from duplex_sidecar.checkpoint.config import read_config
-from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
+from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.checkpoint.voice_format import (
     CODE_RATE_HZ,
     REFERENCE_RATE_HZ,
@@ -53,8 +54,12 @@ def make(
         How long it is. Default: to the end of the file.
     """
     console = Console()
-    if output.suffix != VOICE_SUFFIX or not VOICE_NAME.fullmatch(output.stem):
-        expected = f"NAME{VOICE_SUFFIX}, NAME of lower-case letters, digits and hyphens"
+    is_name = VOICE_NAME.fullmatch(output.stem) and not is_given(output.stem)
+    if output.suffix != VOICE_SUFFIX or not is_name:
+        expected = (
+            f"NAME{VOICE_SUFFIX}, NAME of lower-case letters, digits and hyphens, and not"
+            f" beginning with {GIVEN_VOICE_PREFIX}"
+        )
         console.print(f"{output} is no voice's file: it must be {expected}", style="red")
         return EXIT_FAILED
     folder = default_checkpoint() if checkpoint is None else checkpoint
@@ -118,13 +123,10 @@ def _make(
 
 
 def _print(console: Console, folder: Path, file: Path) -> None:
-    from duplex_sidecar.checkpoint.voice import load_voice
+    from duplex_sidecar.checkpoint.voice import read_voice
     from duplex_sidecar.checkpoint.voice_origin import read_origin
 
-    if not file.is_file():
-        raise CheckpointError(CheckpointFault.MISSING, str(file), "no such file")
-    config = read_config(folder).token2wav
-    voice = load_voice(folder, file.stem, config, file.parent)
+    voice = read_voice(file, file.stem, folder, read_config(folder).token2wav)
     origin = read_origin(file)
     codes, samples = len(voice.prompt_codes), len(voice.reference_16khz)
     lines = (

@@ -188,7 +188,8 @@ def test_what_the_verbs_refuse(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording, output = recording_path(), tmp_path / "partner.safetensors"
-    for name in ("partner.bin", "Partner.safetensors", "a b.safetensors", ".safetensors"):
+    names = ("partner.bin", "Partner.safetensors", "a b.safetensors", "given-1.safetensors")
+    for name in (*names, ".safetensors"):
         named = tmp_path / name
         assert make(recording, checkpoint=checkpoint, output=named, length_s=6) == 2
     elsewhere = tmp_path / "nowhere" / output.name
