@@ -9,7 +9,7 @@ import asyncio
 import json
 
 import pytest
-from support.callers import Caller, calling, ticket, turned_away
+from support.callers import REFUSED, Caller, calling, ticket, turned_away
 from support.kube import Json, KubeError, until
 from support.releases import (
     RELEASE,
@@ -178,7 +178,7 @@ async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> Non
                 ("unknown", own.token),
                 (f"{voice.namespace}/guarded", own.token),
             ):
-                assert await turned_away(url + session, token) == ("unauthorized", 1008)
+                assert await turned_away(url + session, token) == REFUSED
 
 
 @pytest.mark.long
