@@ -9,7 +9,7 @@ import asyncio
 import json
 
 import pytest
-from support.callers import Caller, calling, ticket, turned_away
+from support.callers import REFUSED, Caller, calling, ticket, turned_away
 from support.kube import Json, KubeError, until
 from support.releases import (
     RELEASE,
@@ -123,6 +123,7 @@ async def test_a_pod_is_killed_while_it_talks(voice: Voice) -> None:
             assert voice.pod_of("killed") not in ("", pod)
 
 
+@pytest.mark.long
 async def test_operators_are_killed_while_a_client_talks(voice: Voice) -> None:
     """Nobody notices; the status converges under the next leader."""
     kube, namespace = voice.cluster, voice.namespace
@@ -142,6 +143,7 @@ async def test_operators_are_killed_while_a_client_talks(voice: Voice) -> None:
             assert kube.get("dxs", "unattended", namespace)["status"]["phase"] == "Active"
 
 
+@pytest.mark.long
 async def test_the_last_slot(voice: Voice) -> None:
     """One waits, knows its position, and is placed when another ends. Its client only waits."""
     kube, namespace = voice.cluster, voice.namespace
@@ -176,9 +178,10 @@ async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> Non
                 ("unknown", own.token),
                 (f"{voice.namespace}/guarded", own.token),
             ):
-                assert await turned_away(url + session, token) == ("unauthorized", 1008)
+                assert await turned_away(url + session, token) == REFUSED
 
 
+@pytest.mark.long
 async def test_a_namespace_goes_with_a_live_session(voice: Voice) -> None:
     """Of another namespace than its pool's, which allows it. Nothing holds the namespace."""
     kube = voice.cluster

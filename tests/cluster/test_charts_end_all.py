@@ -58,6 +58,7 @@ def test_with_nothing_to_end_it_says_so(api_server: ApiServer, api_namespace: st
     assert ended(api_server, api_namespace, 5) == (0, "0 sessions to end\nno session is left\n")
 
 
+@pytest.mark.long
 def test_without_an_operator_sessions_are_let_go_after_the_bound(
     api_server: ApiServer, api_namespace: str
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_operator_gets_its_time(api_server: ApiServer, api_namespace: str) ->
     assert "by force" not in said
 
 
+@pytest.mark.long
 def test_what_another_controller_holds_stays_and_fails(
     api_server: ApiServer, api_namespace: str
 ) -> None:
@@ -104,6 +106,7 @@ def test_what_another_controller_holds_stays_and_fails(
     )
 
 
+@pytest.mark.long
 def test_other_namespaces_are_left_alone(api_server: ApiServer, api_namespace: str) -> None:
     with api_server.namespace() as other:
         for namespace in (api_namespace, other):

@@ -75,6 +75,7 @@ def account(namespace: str, name: str) -> str:
 # --- the kinds -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_kinds_are_taken_over_from_kubectl_and_outlive_their_chart(
     api_server: ApiServer, api_namespace: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_release_comes_and_goes_without_a_trace(
     assert of_release(api_server, api_namespace) == []
 
 
+@pytest.mark.long
 def test_two_releases_of_one_name_stand_side_by_side(
     api_server: ApiServer, api_namespace: str
 ) -> None:
@@ -187,6 +189,7 @@ def test_the_trial_ledgers_password_outlives_upgrade_and_rollback(
         assert gateway["spec"]["replicas"] == 2
 
 
+@pytest.mark.long
 def test_the_default_pool_is_made_once(api_server: ApiServer, api_namespace: str) -> None:
     with installed(api_server, api_namespace, *WITH_POOL, "--set", "defaultPool.spec.slots=2"):
         made = api_server.get("duplexpool", "demo", api_namespace)
@@ -224,8 +227,18 @@ def allowed_to(kube: Kube, user: str, namespace: str) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("pools", ["true", "false"])
+@pytest.mark.parametrize(
+    ("role", "pools"),
+    [
+        ("edit", "false"),
+        *(
+            pytest.param(role, pools, marks=pytest.mark.long)
+            for role in ROLES
+            for pools in ("true", "false")
+            if (role, pools) != ("edit", "false")
+        ),
+    ],
+)
 def test_the_clusters_own_roles_reach_our_kinds(
     api_server: ApiServer, api_namespace: str, role: str, pools: str
 ) -> None:

@@ -15,7 +15,7 @@ from duplex_sidecar.checkpoint.tiny import make_tiny
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.ledger.embedded import server_binary
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "duplex"

@@ -45,6 +45,7 @@ def machine() -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_cluster")
 def test_nothing_is_left(tmp_path: Path) -> None:
     """A second cluster beside the first, of one node, is started and ended."""

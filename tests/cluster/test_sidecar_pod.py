@@ -12,7 +12,7 @@ from support.sidecar_pods import PORT, READY_TIMEOUT_S, sidecar_pod
 from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture

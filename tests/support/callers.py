@@ -17,6 +17,8 @@ from duplex_sidecar.client.conversation import Conversation, ConversationFailed,
 
 UNIT_TIMEOUT_S = 60.0
 LONGEST_TALK_S = 120.0
+REFUSED = ("session_not_found", 1008)
+"""Of whoever has not the token, whether there is such a session or not."""
 
 
 @dataclass(frozen=True, slots=True)
