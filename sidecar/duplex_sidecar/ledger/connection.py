@@ -13,6 +13,7 @@ from typing import Any, cast
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError, WatchError
 
+from duplex_api.ledger_address import BAD_ADDRESS
 from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
 from duplex_sidecar.ledger.cancelling import raise_if_cancelled
@@ -28,10 +29,6 @@ from duplex_sidecar.ledger.server import (
     check_server,
 )
 
-BAD_ADDRESS = (
-    "not a ledger address (redis://, rediss://, unix://, redis+sentinel://); in user and password"
-    " every one of / # ? @ : % has to be percent-encoded"
-)
 Reply = list[bytes]
 Command = tuple[Argument, ...]
 
