@@ -24,6 +24,7 @@ from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.ledger.records import Committed
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary
@@ -240,6 +241,7 @@ class Replica:
     registry: SessionRegistry
     stages: Stages
     ledger: Ledger
+    stage_set: StageSet
 
     async def open(self, session: str, terms: Terms, fence: int | None = None) -> None:
         await self.registry.open(session, terms.manifest(), claim(fence=fence))
@@ -257,6 +259,7 @@ async def replica(
     clock_s: Callable[[], float] = time.monotonic,
     rebuild_ahead: bool = True,
     call_timeout_ms: int = 3_000,
+    durability: Durability = Durability.MEMORY,
     tapes: Path | None = None,
     placed: bool = False,
     address: str = "",
@@ -268,13 +271,16 @@ async def replica(
     of its door, for the lease.
     """
     stages = stages or Stages()
-    ledger = await Ledger.connect(url, LedgerOptions(call_timeout_ms=call_timeout_ms))
+    ledger = await Ledger.connect(
+        url, LedgerOptions(call_timeout_ms=call_timeout_ms, durability=durability)
+    )
     settings = TelemetrySettings(replica=name)
     tracing, metrics = Tracing(settings), Metrics(settings)
     recorder = tapes and Recorder(tapes, model.vocabulary, model.max_talker_tokens)
+    stage_set = stages.as_set()
     assembly = Assembly(
         model=model,
-        stages=stages.as_set(),
+        stages=stage_set,
         ledger=ledger,
         tracing=tracing,
         metrics=metrics,
@@ -287,7 +293,7 @@ async def replica(
     )
     registry = SessionRegistry(assembly, ledger, Roster(slots), lambda: True, placed=placed)
     try:
-        yield Replica(name, registry, stages, ledger)
+        yield Replica(name, registry, stages, ledger, stage_set)
     finally:
         await registry.close()
         await ledger.close()
