@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import uvicorn
@@ -149,11 +149,15 @@ class World:
             margin_ms=margin_ms,
             special_ids=MODEL.vocabulary.special_ids,
         )
-        self.sockets = SocketProxy(doors.port, self.observer)
+        self._proxy = SocketProxy(doors.port, self.observer)
         self._doors = doors
         self._folder = folder
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
         self._stages: list[tuple[str, Stages]] = []
+
+    @property
+    def sockets(self) -> SocketProxy:
+        return self._proxy
 
     async def __aenter__(self) -> "World":
         await self.sockets.__aenter__()
@@ -176,6 +180,20 @@ class World:
         stages = stages or Stages()
         self._stages.append((name, stages))
         stack = AsyncExitStack()
+        try:
+            return await self._started(stack, name, plan, stages, options)
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _started(
+        self,
+        stack: AsyncExitStack,
+        name: str,
+        plan: Plan | None,
+        stages: Stages,
+        options: dict[str, Any],
+    ) -> Member:
         path = self._folder / f"{len(self._stages)}-{id(self) % 10_000}.sock"
         proxy = await stack.enter_async_context(
             RespProxy(self.url, path, name, self.observer, plan)
@@ -293,11 +311,24 @@ class Lost(Exception):
     """The connection is gone, or the server asks to come again."""
 
 
+class Street(Protocol):
+    """What a client dials through."""
+
+    @property
+    def sockets(self) -> SocketProxy: ...
+
+
+class Named(Protocol):
+    """A replica, for who dials it."""
+
+    name: str
+
+
 class Person:
     """One client over all its connections: resumes behind the last event it has, sends input again
     from the acknowledged position."""
 
-    def __init__(self, world: World, session: str, *, client: str = "c") -> None:
+    def __init__(self, world: Street, session: str, *, client: str = "c") -> None:
         self._world = world
         self.session = session
         self.client = client
@@ -311,7 +342,7 @@ class Person:
 
     # --- a whole conversation ---------------------------------------------------------------------
 
-    async def talk(self, member: Member, units: int, *, close: bool = True) -> None:
+    async def talk(self, member: Named, units: int, *, close: bool = True) -> None:
         """Dial and speak until that many units are done, and end the session. Raises Lost."""
         async with self._connected(member) as socket:
             await self._greeted(socket)
@@ -322,7 +353,7 @@ class Person:
                     await self._hear(socket)
 
     @asynccontextmanager
-    async def _connected(self, member: Member) -> AsyncIterator[ClientConnection]:
+    async def _connected(self, member: Named) -> AsyncIterator[ClientConnection]:
         query = f"session={self.session}" + ("&resume=1" if self._dialled else "")
         port = self._world.sockets.port
         url = f"ws://127.0.0.1:{port}/{self.client}/{member.name}/v1/realtime?{query}"
@@ -364,11 +395,19 @@ class Person:
         while self.sent_unit < through:
             number = self.sent_unit + 1
             more = {"from_sample": RATE_HZ * (number - 1), "is_speech": speaks(number)}
-            await self._send(socket, append_event(second(number), **more))
+            await self._send(socket, append_event(self.says(number), **more))
             self.sent_unit = number
 
+    def says(self, number: int) -> bytes:
+        """The second `number`, from 1."""
+        return second(number)
+
     async def _send(self, socket: ClientConnection, event: dict[str, Any]) -> None:
-        await socket.send(json.dumps(event))
+        try:
+            await socket.send(json.dumps(event))
+        except ConnectionClosed:
+            while True:  # what had come before the end counts
+                await self._hear(socket)
 
     async def _hear(self, socket: ClientConnection) -> dict[str, Any]:
         """The next event. Raises Lost, ConnectionClosed."""
