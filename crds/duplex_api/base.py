@@ -41,18 +41,24 @@ LongCount = Annotated[StrictInt, Field(ge=0, le=2**63 - 1)]
 Real = StrictFloat
 """A JSON number. An integer is one too; a boolean or a string is not."""
 
-ObjectName = Annotated[
-    str,
-    Field(
-        min_length=1,
-        max_length=253,
-        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
-    ),
-]
-LabelName = Annotated[
-    str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-]
-DataKey = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_LABEL_IN_WORDS = "small letters, digits and inner hyphens"
+_NAME_PATTERN = rf"^{_LABEL}(\.{_LABEL})*$"
+_LABEL_PATTERN = rf"^{_LABEL}$"
+_KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+
+PATTERNS_IN_WORDS = {
+    _NAME_PATTERN: f"{_LABEL_IN_WORDS}, in parts between dots",
+    _LABEL_PATTERN: _LABEL_IN_WORDS,
+    _KEY_PATTERN: "letters, digits, hyphens, dots and underscores",
+    QUANTITY_PATTERN: 'a number and a unit, for example "16Gi"',
+}
+"""What a user is told instead of a regular expression."""
+
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=_NAME_PATTERN)]
+LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=_LABEL_PATTERN)]
+DataKey = Annotated[str, Field(min_length=1, max_length=253, pattern=_KEY_PATTERN)]
 """A key inside a Secret or ConfigMap."""
 
 

@@ -1,9 +1,9 @@
 """Durations as Kubernetes users write them ("30s", "5m", "1h30m", "250ms"), in milliseconds."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
 from duplex_api.base import cel_rules
 
@@ -11,6 +11,8 @@ DURATION_ALLOWED = 'hours, minutes, seconds, milliseconds in this order, for exa
 SHORTEST_MS = 1_000
 LONGEST_MS = 720 * 3_600_000
 """30 days. Bounds every timer and every expiry that a user can ask for."""
+
+LONGEST_TEXT = 40
 
 _PATTERN = r"^([0-9]{1,9}h)?([0-9]{1,9}m)?([0-9]{1,9}s)?([0-9]{1,9}ms)?$"
 _FACTORS_MS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
@@ -24,7 +26,12 @@ def duration_ms(text: str) -> int:
     return sum(int(amount) * _FACTORS_MS[unit] for amount, unit in parts)
 
 
-def _bounded(text: str) -> str:
+def _bounded(text: Any) -> Any:
+    """Before pydantic's own look at it, which would show the pattern."""
+    if not isinstance(text, str):
+        raise ValueError(f"is not a duration in quotes ({DURATION_ALLOWED})")
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"a text of {len(text)} characters is not a duration ({DURATION_ALLOWED})")
     if not SHORTEST_MS <= duration_ms(text) <= LONGEST_MS:
         raise ValueError(f"{text!r} is not between 1s and 720h")
     return text
@@ -35,7 +42,7 @@ Duration = Annotated[
     Field(
         strict=True,
         min_length=2,
-        max_length=40,
+        max_length=LONGEST_TEXT,
         pattern=_PATTERN,
         json_schema_extra=cel_rules(
             (
@@ -44,6 +51,6 @@ Duration = Annotated[
             )
         ),
     ),
-    AfterValidator(_bounded),
+    BeforeValidator(_bounded),
 ]
 """From one second to 30 days, kept as the text the user wrote; `duration_ms` gives the number."""

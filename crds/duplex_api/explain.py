@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from duplex_api.base import PATTERNS_IN_WORDS
 from duplex_api.problems import Problem
 
 _SHOWN_CHARACTERS = 40
@@ -43,6 +44,10 @@ def _explain(model: type[BaseModel], details: ErrorDetails) -> Problem:
             )
         case "model_type" | "model_attributes_type" | "dict_type":
             return Problem(path, _shown(given), "an object")
+        case "string_pattern_mismatch" if words := PATTERNS_IN_WORDS.get(
+            details.get("ctx", {}).get("pattern", "")
+        ):
+            return Problem(path, _shown(given), words)
         case _:
             allowed = re.sub(r"^(Input|\w+) should (be )?", "", details["msg"])
             return Problem(path, _shown(given), allowed)

@@ -10,6 +10,11 @@ User and password are the server's; `?sentinel_username=...&sentinel_password=..
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+BAD_ADDRESS = (
+    "not a ledger address (redis://, rediss://, unix://, redis+sentinel://); in user and password"
+    " every one of / # ? @ : % has to be percent-encoded"
+)
+_ONE_SERVER = ("redis", "rediss", "unix")
 _SENTINEL = {"redis+sentinel": False, "rediss+sentinel": True}
 _DEFAULT_PORT = 26_379
 
@@ -31,11 +36,15 @@ class SentinelAddress:
 def parse_address(url: str) -> str | SentinelAddress:
     """The URL itself where it names one server. Raises ValueError, never with anything of the URL
     in it: it may be of a password."""
-    scheme = url.split("://", 1)[0]
+    scheme, separator, _ = url.partition("://")
     try:
         parts = urlsplit(url)
+        if not separator or scheme not in (*_ONE_SERVER, *_SENTINEL):
+            raise ValueError(BAD_ADDRESS)
+        if scheme in _ONE_SERVER:
+            _ = parts.port  # raises ValueError where it is no port
     except ValueError:
-        raise ValueError("not a URL") from None
+        raise ValueError(BAD_ADDRESS) from None
     # A password with one of these as they are would be read as host, port, path or query, and come
     # back in the text of whatever goes wrong with them.
     if parts.fragment or (scheme != "unix" and "@" in parts.path + parts.query):

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, JsonValue, StrictInt, StrictStr, model_v
 
 from duplex_api.base import (
     DISTINCT,
+    QUANTITY_PATTERN,
     ApiModel,
     Count,
     LabelName,
@@ -22,10 +23,7 @@ from duplex_api.window import WindowPolicy
 
 ImageName = Annotated[StrictStr, Field(min_length=1, max_length=512)]
 FolderPath = Annotated[StrictStr, Field(min_length=1, max_length=1024)]
-Quantity = Annotated[
-    StrictStr,
-    Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"),
-]
+Quantity = Annotated[StrictStr, Field(max_length=32, pattern=QUANTITY_PATTERN)]
 """A Kubernetes quantity such as "16Gi"."""
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from duplex_api.ledger_address import parse_address
+
 PREFIX = "DUPLEX_"
 
 
@@ -36,6 +38,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
+        parse_address(self.redis_url)
         for name in ("port", "health_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ValueError(f"{name} must be between 0 and 65535")

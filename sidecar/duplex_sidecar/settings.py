@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from duplex_api.ledger_address import parse_address
 from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.stages.engine.settings import Device
 
@@ -88,6 +89,7 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     start whether it can; if not, this process does not become ready."""
 
     def __post_init__(self) -> None:
+        parse_address(self.redis_url)
         for name in ("checkpoint", "runtime_dir", "cache_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(f"{name} must be an absolute path")

@@ -250,6 +250,7 @@ class Replica:
     registry: SessionRegistry
     stages: Stages
     ledger: Ledger
+    stage_set: StageSet
 
     async def open(self, session: str, terms: Terms, fence: int | None = None) -> None:
         await self.registry.open(session, terms.manifest(), claim(fence=fence))
@@ -284,9 +285,10 @@ async def replica(
     settings = TelemetrySettings(replica=name)
     tracing, metrics = Tracing(settings), Metrics(settings)
     recorder = tapes and Recorder(tapes, model.vocabulary, model.max_talker_tokens)
+    stage_set = stages.as_set()
     assembly = Assembly(
         model=model,
-        stages=stages.as_set(),
+        stages=stage_set,
         ledger=ledger,
         tracing=tracing,
         metrics=metrics,
@@ -299,7 +301,7 @@ async def replica(
     )
     registry = SessionRegistry(assembly, ledger, Roster(slots), lambda: True, placed=placed)
     try:
-        yield Replica(name, registry, stages, ledger)
+        yield Replica(name, registry, stages, ledger, stage_set)
     finally:
         await registry.close()
         await ledger.close()

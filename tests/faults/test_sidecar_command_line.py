@@ -29,6 +29,7 @@ from duplex_sidecar.cli.leaving import INTERRUPTED
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.cli.serve import (
     EXIT_CHECKPOINT,
+    EXIT_LEDGER,
     EXIT_PORT_TAKEN,
     EXIT_START,
     EXIT_USAGE,
@@ -137,6 +138,8 @@ def test_a_checkpoint_that_was_copied_in_part(copied: Path, tmp_path: Path, name
         ({"slots": True}, "slots"),
         ({"checkpoint": "relative/path"}, "checkpoint"),
         ({"no_such_setting": 1}, "no_such_setting"),
+        ({"redis_url": "foo"}, "ledger address"),
+        ({"redis_url": "redis://u:secret/x@h"}, "percent-encoded"),
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, change: dict[str, Any], word: str) -> None:
@@ -157,7 +160,64 @@ def test_settings_that_are_wrong(tmp_path: Path, change: dict[str, Any], word: s
 def test_settings_that_are_not_there(tmp_path: Path) -> None:
     status, text = duplex("serve", "--config", str(tmp_path / "none.json"))
     assert status == EXIT_USAGE
-    assert "No such file" in text
+    assert f"duplex serve: --config: {tmp_path / 'none.json'}: No such file" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (("--port", "{taken}"), EXIT_PORT_TAKEN, "Address already in use"),
+        (("{folder}/none",), EXIT_CHECKPOINT, "duplex checkpoint make"),
+        (("--host", "no.such.host.invalid"), EXIT_PORT_TAKEN, "cannot listen on"),
+        (("--redis-url", "foo"), EXIT_USAGE, "not a ledger address"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_and_says_no_address(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, told: str
+) -> None:
+    """With an embedded Valkey of its own. Nothing but its cache's folders is left."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        places = {"folder": str(tmp_path), "taken": port}
+        spare = () if "--port" in arguments else ("--port", "0")
+        (tmp_path / "tmp").mkdir()
+        result = duplex(
+            "serve",
+            *(each.format(**places) for each in arguments),
+            *spare,
+            TMPDIR=str(tmp_path / "tmp"),
+            DUPLEX_CACHE_DIR=str(tmp_path / "cache"),
+        )
+    assert result[0] == status
+    assert told in result[1]
+    assert "http://" not in result[1]
+    assert "Traceback" not in result[1]
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert children_of_this_test(str(tmp_path)) == []
+
+
+def test_a_start_that_fails_late_takes_its_valkey_along(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A ledger folder that Valkey cannot use: everything else was right until then."""
+    cache = tmp_path / "cache"
+    (cache / "ledger" / "appendonlydir").mkdir(parents=True)
+    (cache / "ledger" / "appendonlydir" / "appendonly.aof.manifest").write_text("broken")
+    (tmp_path / "tmp").mkdir()
+    status, text = duplex(
+        "serve",
+        str(tiny_checkpoint),
+        "--port=0",
+        TMPDIR=str(tmp_path / "tmp"),
+        DUPLEX_CACHE_DIR=str(cache),
+    )
+    assert status == EXIT_LEDGER
+    assert "name a server with --redis-url" in text
+    assert "http://" not in text
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert children_of_this_test(str(tmp_path)) == []
 
 
 def test_a_port_that_is_taken(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -280,7 +340,7 @@ def test_a_recording_that_is_none(tmp_path: Path) -> None:
     session = str(EXAMPLES / "session.yaml")
     for file in (noise, tmp_path / "none.wav"):
         status, text = duplex("run", "-f", session, "--audio", str(file), timeout_s=30)
-        assert status == 1
+        assert status == (1 if file.exists() else EXIT_USAGE)
         assert str(file) in text
         assert "Traceback" not in text
 
@@ -294,8 +354,11 @@ def test_a_demo_that_is_asked_to_leave_takes_along_what_it_started(
 ) -> None:
     """While its sidecar's stages load: the longest time in which nobody would wait for it."""
     work = tempfile.mkdtemp(prefix="dx-")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "reply.wav").write_text("of the demo before")
     process = subprocess.Popen(
-        [sys.executable, "-m", "duplex_sidecar.cli.main", "demo", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "duplex_sidecar.cli.main", "demo", "--out", str(out)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -314,6 +377,7 @@ def test_a_demo_that_is_asked_to_leave_takes_along_what_it_started(
         assert "Traceback" not in text
         assert children_of_this_test(work) == []
         assert list(Path(work).iterdir()) == []
+        assert [each.read_text() for each in out.iterdir()] == ["of the demo before"]
     finally:
         process.kill()
         process.wait()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import uvicorn
@@ -159,13 +159,17 @@ class World:
             margin_ms=margin_ms,
             special_ids=model.vocabulary.special_ids,
         )
-        self.sockets = SocketProxy(doors.port, self.observer)
+        self._proxy = SocketProxy(doors.port, self.observer)
         self._doors = doors
         self._folder = folder
         self._model = model
         self._make_stages = make_stages
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
         self._stages: list[tuple[str, Stages]] = []
+
+    @property
+    def sockets(self) -> SocketProxy:
+        return self._proxy
 
     async def __aenter__(self) -> "World":
         await self.sockets.__aenter__()
@@ -188,6 +192,20 @@ class World:
         stages = stages or await self._make_stages()
         self._stages.append((name, stages))
         stack = AsyncExitStack()
+        try:
+            return await self._started(stack, name, plan, stages, options)
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _started(
+        self,
+        stack: AsyncExitStack,
+        name: str,
+        plan: Plan | None,
+        stages: Stages,
+        options: dict[str, Any],
+    ) -> Member:
         path = self._folder / f"{len(self._stages)}-{id(self) % 10_000}.sock"
         proxy = await stack.enter_async_context(
             RespProxy(self.url, path, name, self.observer, plan)
@@ -305,13 +323,26 @@ class Lost(Exception):
     """The connection is gone, or the server asks to come again."""
 
 
+class Street(Protocol):
+    """What a client dials through."""
+
+    @property
+    def sockets(self) -> SocketProxy: ...
+
+
+class Named(Protocol):
+    """A replica, for who dials it."""
+
+    name: str
+
+
 class Person:
     """One client over all its connections: resumes behind the last event it has, sends input again
     from the acknowledged position."""
 
     def __init__(
         self,
-        world: World,
+        world: Street,
         session: str,
         *,
         client: str = "c",
@@ -334,7 +365,7 @@ class Person:
 
     # --- a whole conversation ---------------------------------------------------------------------
 
-    async def talk(self, member: Member, units: int, *, close: bool = True) -> None:
+    async def talk(self, member: Named, units: int, *, close: bool = True) -> None:
         """Dial and speak until that many units are done, and end the session. Raises Lost."""
         async with self._connected(member) as socket:
             await self._greeted(socket)
@@ -345,7 +376,7 @@ class Person:
                     await self._hear(socket)
 
     @asynccontextmanager
-    async def _connected(self, member: Member) -> AsyncIterator[ClientConnection]:
+    async def _connected(self, member: Named) -> AsyncIterator[ClientConnection]:
         query = f"session={self.session}" + ("&resume=1" if self._dialled else "")
         port = self._world.sockets.port
         url = f"ws://127.0.0.1:{port}/{self.client}/{member.name}/v1/realtime?{query}"
@@ -391,7 +422,11 @@ class Person:
             self.sent_unit = number
 
     async def _send(self, socket: ClientConnection, event: dict[str, Any]) -> None:
-        await socket.send(json.dumps(event))
+        try:
+            await socket.send(json.dumps(event))
+        except ConnectionClosed:
+            while True:  # what had come before the end counts
+                await self._hear(socket)
 
     async def _hear(self, socket: ClientConnection) -> dict[str, Any]:
         """The next event. Raises Lost, ConnectionClosed."""

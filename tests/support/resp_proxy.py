@@ -77,12 +77,13 @@ class _Link:
 
 
 class RespProxy:
-    """Use as `async with`. plan: may be replaced at any time. shut: connections are refused."""
+    """Use as `async with`. plan, upstream: may be replaced at any time. shut: connections are
+    refused."""
 
     def __init__(
         self, upstream: str, path: Path, replica: str, observer: Observer, plan: Plan | None = None
     ) -> None:
-        self._upstream = upstream
+        self.upstream = upstream
         self._path = path
         self._replica = replica
         self.observer = observer
@@ -136,7 +137,7 @@ class RespProxy:
         """What was kept arrives now."""
         late, self._late = self._late, []
         for seen in late:
-            reader, writer = await dialled(self._upstream)
+            reader, writer = await dialled(self.upstream)
             writer.write(seen.raw)
             seen.sent = True
             _, reply = await read_reply(reader)
@@ -156,7 +157,7 @@ class RespProxy:
         self._connections += 1
         number = self._connections
         try:
-            far, far_writer = await dialled(self._upstream)
+            far, far_writer = await dialled(self.upstream)
         except OSError:  # the server is away
             writer.transport.abort()
             self._tasks.discard(task)

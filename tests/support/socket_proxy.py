@@ -7,6 +7,7 @@ the path: `/<client>/<replica>/...`.
 
 import asyncio
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from support.observing import Observer
@@ -82,15 +83,18 @@ class _Call:
 
 
 class SocketProxy:
-    """Use as `async with`. port: of the door."""
+    """Use as `async with`. port: of the door of all replicas, which is told the whole path. ports:
+    of the replicas that have one each, and are told their own part of it."""
 
-    def __init__(self, port: int, observer: Observer) -> None:
+    def __init__(self, port: int, observer: Observer, ports: Mapping[str, int] | None = None):
         self._door_port = port
+        self._ports: Mapping[str, int] = {} if ports is None else ports
         self._observer = observer
         self._calls: set[_Call] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._counted: dict[str, int] = {}
         self._dead: set[str] = set()
+        self._held: dict[str, asyncio.Event] = {}
         self._server: asyncio.Server | None = None
 
     @property
@@ -105,6 +109,8 @@ class SocketProxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
+        for gate in self._held.values():
+            gate.set()
         for call in self._calls:
             self._cut(call)
         if self._tasks:
@@ -116,6 +122,10 @@ class SocketProxy:
         for call in list(self._calls):
             if call.replica == replica:
                 self._cut(call)
+
+    def hold(self, replica: str, until: asyncio.Event) -> None:
+        """Nothing passes to or from that replica, and nothing ends, until then."""
+        self._held[replica] = until
 
     def hang_up(self, client: str) -> None:
         """The network between that client and its door is gone; both sides see a reset."""
@@ -138,7 +148,12 @@ class SocketProxy:
             client, replica, session = _named(head)
             if replica in self._dead:
                 return
-            far, far_writer = await asyncio.open_connection("127.0.0.1", self._door_port)
+            if (gate := self._held.get(replica)) is not None:
+                await gate.wait()
+            port = self._ports.get(replica, self._door_port)
+            if replica in self._ports:
+                head = head.replace(f"/{client}/{replica}/".encode(), b"/", 1)
+            far, far_writer = await asyncio.open_connection("127.0.0.1", port)
             number = self._counted[client] = self._counted.get(client, 0) + 1
             call = _Call(client, replica, session, number, writer, far_writer)
             self._calls.add(call)
@@ -182,6 +197,8 @@ class SocketProxy:
     ) -> None:
         frames = FrameReader()
         while data := await source.read(READ_BYTES):
+            if (gate := self._held.get(call.replica)) is not None:
+                await gate.wait()
             passes = not call.cut and not (down and call.deaf)
             for message in frames.feed(data):
                 self._note(call, message, down=down, passed_on=passes)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.checkpoint.presets import Shape
+from duplex_sidecar.cli.inputs import CheckpointPath, Count, OutputPath
 from duplex_sidecar.cli.places import default_cache_dir
 
 app = App(name="checkpoint", help="Make a checkpoint to try things with, or look at one.")
@@ -20,10 +21,10 @@ EXIT_FAILED = 2
 
 @app.command
 def make(
-    path: Path,
+    path: OutputPath,
     *,
     shape: Literal["tiny", "8b"] = "tiny",
-    seed: int = 0,
+    seed: Count = 0,
 ) -> int:
     """Make a checkpoint with the public names and random weights. The same one again is kept.
 
@@ -52,7 +53,7 @@ def make(
 
 
 @app.command
-def report(path: Path) -> int:
+def report(path: CheckpointPath) -> int:
     """List every tensor that is missing, unexpected or of another shape; nothing is loaded.
 
     The exit status is 0 when the checkpoint is complete, 1 when it is not, 2 when it has no usable

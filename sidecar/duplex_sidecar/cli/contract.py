@@ -6,6 +6,8 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from duplex_sidecar.cli.inputs import Count, InputFile, OutputPath, os_error_text
+
 app = App(name="contract", help="Check the product, and what it did, against recorded behaviour.")
 
 EXIT_DIFFERENT = 1
@@ -14,8 +16,8 @@ EXIT_UNUSABLE = 2
 
 @app.command
 def check(
-    *files: Path,
-    show: Annotated[int, Parameter(name="--show")] = 5,
+    *files: InputFile,
+    show: Annotated[Count, Parameter(name="--show")] = 5,
     list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
 ) -> int:
     """Run recorded files through the functions that the sidecar runs.
@@ -43,8 +45,8 @@ def check(
 
 @app.command
 def record(
-    *tapes: Path,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    *tapes: InputFile,
+    output: Annotated[OutputPath, Parameter(name=["--output", "-o"])],
 ) -> int:
     """Turn tapes of live sessions into files for `duplex contract check`.
 
@@ -74,7 +76,7 @@ def record(
         print(f"{error}", file=sys.stderr)
         return EXIT_UNUSABLE
     except OSError as error:
-        print(f"{error.filename or output}: {error.strerror}", file=sys.stderr)
+        print(os_error_text(error), file=sys.stderr)
         return EXIT_UNUSABLE
     for path, cases in report.files:
         print(f"{path}: {cases} {'case' if cases == 1 else 'cases'}")
@@ -101,7 +103,7 @@ def _check(path: Path, show: int) -> int:
     skipped = f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""
     counts = f"{report.cases} cases, {report.comparisons} comparisons{skipped}"
     print(f"{path.name}: {report.kind}: {counts}: {verdict}", flush=True)
-    for difference in report.differences[: max(0, show)]:
+    for difference in report.differences[:show]:
         print(f"  case {difference.case}, {difference.where}")
         print(f"    recorded: {difference.expected}")
         print(f"    product:  {difference.actual}")

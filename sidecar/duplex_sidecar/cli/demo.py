@@ -7,24 +7,25 @@ sidecar's whole process tree at unit 30, starts another on the same Valkey, and 
 
 import asyncio
 import secrets
-import shutil
 import tempfile
 import time
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter, validators
 from msgspec import structs
 from rich.console import Console
 
-from duplex_api.manifest import ManifestError, load_manifest
+from duplex_api.manifest import ManifestError
 from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.inputs import Count, Factor, InputFolder, OutputPath, os_error_text
 from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
-from duplex_sidecar.cli.output import OutputFailed, require_room, written
+from duplex_sidecar.cli.manifest_file import read_manifest
+from duplex_sidecar.cli.output import OutputFailed, require_room, swapped_in, written
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
@@ -52,6 +53,7 @@ class _Stage:
     """The demo's places and what it has started."""
 
     out: Path
+    """Of the new files, until they are all there."""
     work: Path
     console: Console
     valkey: EmbeddedValkey
@@ -70,21 +72,26 @@ class _Stage:
         )
         return self.sidecar
 
+    def stop_sidecar(self) -> None:
+        if self.sidecar is not None:
+            self.sidecar.stop()
+
 
 def demo(
     *,
-    out: Path = Path("demo-out"),
-    kill_at: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 30,
-    speed: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 1.0,
+    out: OutputPath = Path("demo-out"),
+    kill_at: Count = 30,
+    speed: Factor = 1.0,
     camera: bool = False,
-    examples: Path | None = None,
+    examples: InputFolder | None = None,
 ) -> int:
     """A whole conversation on this machine, with a kill in the middle of it.
 
     Parameters
     ----------
     out
-        Folder for reply.wav, timeline.png, spans.jsonl and ledger.jsonl.
+        Folder for reply.wav, timeline.png, spans.jsonl and ledger.jsonl. Those of the run before
+        stay in it until the new ones are all there.
     kill_at
         Unit after which the sidecar's process tree is killed; 0 kills nothing.
     speed
@@ -111,7 +118,7 @@ def demo(
     except (ApiError, ConversationFailed) as error:
         return _complain(console, str(error))
     except OSError as error:
-        return _complain(console, f"{error.filename or out}: {error.strerror or error}")
+        return _complain(console, os_error_text(error) if error.filename else f"{out}: {error}")
 
 
 def find_examples() -> Path:
@@ -134,29 +141,24 @@ def _demo(
     camera: bool,
     started: float,
 ) -> int:
-    manifest = (examples / ("session-camera.yaml" if camera else "session.yaml")).read_text()
-    load_manifest(manifest)  # refused here, with its paths, before anything is started
+    # Refused here, with its paths, before anything is started.
+    manifest = read_manifest(examples / ("session-camera.yaml" if camera else "session.yaml"))
     speech = read_speech(examples / "audio" / "conversation.flac")
     frames = read_frames(examples / "video" / "camera.mp4") if camera else None
-    for name in OUTPUT_FILES:
-        (out / name).unlink(missing_ok=True)
     require_room(out, OUTPUT_BYTES)
     checkpoint = default_checkpoint()
     _make_checkpoint(console, checkpoint)
-    work = _short_work_folder()
-    valkey = EmbeddedValkey(work / "ledger")
-    valkey.start()
-    try:
-        with OtlpSink(out / "spans.jsonl", None) as sink:
-            stage = _Stage(out, work, console, valkey, sink, checkpoint)
-            try:
-                return asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed, started))
-            finally:
-                if stage.sidecar is not None:
-                    stage.sidecar.stop()
-    finally:
-        valkey.stop()
-        shutil.rmtree(work, ignore_errors=True)
+    with ExitStack() as started_things:
+        work = started_things.enter_context(_short_work_folder())
+        valkey = EmbeddedValkey(work / "ledger")
+        started_things.callback(valkey.stop)
+        valkey.start()
+        new = started_things.enter_context(swapped_in(out, OUTPUT_FILES))
+        sink = started_things.enter_context(OtlpSink(new / "spans.jsonl", None))
+        stage = _Stage(new, work, console, valkey, sink, checkpoint)
+        started_things.callback(stage.stop_sidecar)
+        talk = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
+    return _summary(console, out, talk, kill_at, time.monotonic() - started)
 
 
 def _make_checkpoint(console: Console, path: Path) -> None:
@@ -171,9 +173,11 @@ def _make_checkpoint(console: Console, path: Path) -> None:
         console.print(f"checkpoint made in {seconds:.0f} s: {path}", highlight=False)
 
 
-def _short_work_folder() -> Path:
+@contextmanager
+def _short_work_folder() -> Generator[Path]:
     """Sockets lie below it, and their paths have a limit."""
-    return Path(tempfile.mkdtemp(prefix="duplex-demo-"))
+    with tempfile.TemporaryDirectory(prefix="duplex-demo-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 async def _run(
@@ -183,8 +187,7 @@ async def _run(
     frames: list[bytes] | None,
     kill_at: int,
     speed: float,
-    started: float,
-) -> int:
+) -> Talk:
     session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
     first = stage.new_sidecar("sidecar-1")
     stage.console.print("starting sidecar-1: half a minute to a minute", highlight=False)
@@ -219,7 +222,7 @@ async def _run(
     write_wave(stage.out / "reply.wav", lay_out_replies(talk.replies))
     with written(stage.out / "timeline.png") as path:
         draw_timeline(path, talk, speech, kill_at or None)
-    return _summary(stage, talk, kill_at, time.monotonic() - started)
+    return talk
 
 
 async def _export_ledger(stage: _Stage, session: str) -> None:
@@ -299,14 +302,14 @@ def _show(event: dict[str, Any], table: LiveTable) -> None:
 
 def write_wave(path: Path, pcm_s16le: bytes) -> None:
     """24 kHz mono. Raises OutputFailed."""
-    with written(path), wave.open(str(path), "wb") as file:
+    with written(path) as new, wave.open(str(new), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(OUTPUT_RATE_HZ)
         file.writeframes(pcm_s16le)
 
 
-def _summary(stage: _Stage, talk: Talk, kill_at: int, seconds: float) -> int:
+def _summary(console: Console, out: Path, talk: Talk, kill_at: int, seconds: float) -> int:
     numbers = [unit["unit"] for unit in talk.units]
     contiguous = numbers == list(range(1, len(numbers) + 1))
     spoken = sum(unit["decision"] == "speak" for unit in talk.units)
@@ -317,7 +320,7 @@ def _summary(stage: _Stage, talk: Talk, kill_at: int, seconds: float) -> int:
     replicas = sorted({unit["replica"] for unit in talk.units})
     resumed = len(talk.resumes) if kill_at else 0
     ok = contiguous and (not kill_at or (resumed >= 1 and len(replicas) == 2))
-    stage.console.print(
+    console.print(
         f"\n{'OK' if ok else 'FAILED'}: {len(numbers)} units contiguous={contiguous}, "
         f"{spoken} spoken in {len(talk.transcript)} turns ({audio_s:.1f} s of audio), "
         f"{len(rebuilds)} rebuilds, {len(epochs)} epochs, p50 {walls[len(walls) // 2]:.0f} ms "
@@ -326,8 +329,7 @@ def _summary(stage: _Stage, talk: Talk, kill_at: int, seconds: float) -> int:
         highlight=False,
         markup=False,
     )
-    out = stage.out
-    stage.console.print(
+    console.print(
         f"  listen     {out / 'reply.wav'}\n"
         f"  look       {out / 'timeline.png'}\n"
         f"  traces     grep -c duplex.window.rebuild {out / 'spans.jsonl'}\n"

@@ -1,5 +1,6 @@
 """`duplex doctor`: what is present, what is missing, and how to fix it."""
 
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.checkpoint.report import make_report
+from duplex_sidecar.cli.inputs import CheckpointPath, Port
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 
 MIN_MEMORY_GIB = 6.0
@@ -153,8 +155,12 @@ def port_of(host: str, port: int) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
             return Finding(
-                f"port {port}", Verdict.WARN, error.strerror or str(error), "use --port or stop it"
+                f"port {port}",
+                Verdict.WARN,
+                error.strerror or str(error),
+                "use --port or stop it" if taken else "name another --host or --port",
             )
     return Finding(f"port {port}", Verdict.OK, "free")
 
@@ -213,7 +219,9 @@ def findings(checkpoint: Path, host: str, port: int) -> Iterator[Finding]:
     yield port_of(host, port)
 
 
-def doctor(checkpoint: Path | None = None, *, host: str = "127.0.0.1", port: int = 8765) -> int:
+def doctor(
+    checkpoint: CheckpointPath | None = None, *, host: str = "127.0.0.1", port: Port = 8765
+) -> int:
     """Tell what is present, what is missing, and how to fix it.
 
     Parameters

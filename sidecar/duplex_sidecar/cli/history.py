@@ -7,6 +7,7 @@ from cyclopts import App
 from rich.console import Console
 from rich.markup import escape
 
+from duplex_sidecar.cli.inputs import Count, InputFile, os_error_text
 from duplex_sidecar.history.check import check_history
 from duplex_sidecar.history.observations import UnreadableHistory, decode_lines
 from duplex_sidecar.history.verdict import Counts, Minimums, Report
@@ -19,11 +20,11 @@ app = App(name="history", help="Judge what outside observers recorded of convers
 
 @app.command
 def check(
-    *files: Path,
-    zombies: int = 0,
-    redos: int = 0,
-    resends: int = 0,
-    takeovers: int = 0,
+    *files: InputFile,
+    zombies: Count = 0,
+    redos: Count = 0,
+    resends: Count = 0,
+    takeovers: Count = 0,
 ) -> int:
     """Check that nothing acknowledged was lost and nothing was said twice. Exit codes: 0 it holds,
     1 it does not or too little happened, 2 a file cannot be read.
@@ -49,7 +50,10 @@ def check(
     )
     try:
         reports = [_report(file) for file in files]
-    except (UnreadableHistory, OSError) as error:
+    except OSError as error:
+        print(os_error_text(error), file=sys.stderr)
+        return EXIT_UNREADABLE
+    except UnreadableHistory as error:
         print(str(error), file=sys.stderr)
         return EXIT_UNREADABLE
     return _say(reports, minimums)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from duplex_sidecar.cli import ledger_carrying as carrying
 from duplex_sidecar.cli import ledger_sweeping as sweeping
+from duplex_sidecar.cli.inputs import Count, Duration, InputFile, OutputPath, os_error_text
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.output import written
 from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
@@ -33,7 +34,7 @@ app.command(sweeping.sweep)
 
 
 @app.command
-def show(session: str, *, url: Url, last: int = 20) -> int:
+def show(session: str, *, url: Url, last: Count = 20) -> int:
     """Print where the session stands and its last committed units (no content).
 
     Parameters
@@ -47,7 +48,9 @@ def show(session: str, *, url: Url, last: int = 20) -> int:
 
 
 @app.command
-def verify(session: str | None = None, *, url: Url | None = None, file: Path | None = None) -> int:
+def verify(
+    session: str | None = None, *, url: Url | None = None, file: InputFile | None = None
+) -> int:
     """Check the whole hash chain and every kept blob, of a session or of an exported file.
 
     Parameters
@@ -71,7 +74,7 @@ def erase(
     *,
     url: Url,
     yes: Annotated[bool, Parameter(negative="")] = False,
-    patience_s: float = 60.0,
+    patience_s: Duration = 60.0,
     durability: Durability = Durability.MEMORY,
 ) -> int:
     """Erase everything of a session. Its id is refused for a week; what a server's append-only
@@ -96,7 +99,7 @@ def erase(
 
 
 @app.command
-def export(session: str, *, url: Url, output: Path | None = None) -> int:
+def export(session: str, *, url: Url, output: OutputPath | None = None) -> int:
     """Write the ledger as JSON lines, one a unit. It holds token ids: treat it as content.
 
     Parameters
@@ -188,7 +191,10 @@ def _verify_file(path: Path) -> int:
     except LedgerCorrupt as error:
         print(f"corrupt: {error}", file=sys.stderr)
         return 1
-    except (LedgerError, OSError) as error:
+    except OSError as error:
+        print(os_error_text(error), file=sys.stderr)
+        return 2
+    except LedgerError as error:
         print(str(error), file=sys.stderr)
         return 2
     print(f"ok: {units} units")
@@ -201,6 +207,6 @@ def _export(loaded: LoadedSession, output: Path | None) -> int:
         sys.stdout.buffer.write(lines)
         sys.stdout.flush()
     else:
-        with written(output):
-            output.write_bytes(lines)
+        with written(output) as path:
+            path.write_bytes(lines)
     return 0

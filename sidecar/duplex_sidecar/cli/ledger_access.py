@@ -7,11 +7,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from duplex_sidecar.cli.inputs import LedgerUrl, os_error_text
 from duplex_sidecar.cli.output import OutputFailed
 from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError
 
 Url = Annotated[
-    str,
+    LedgerUrl,
     Parameter(
         name="--url",
         env_var="DUPLEX_LEDGER_URL",
@@ -31,6 +32,9 @@ def guarded(work: Callable[[], Awaitable[int]]) -> int:
     except LedgerCorrupt as error:
         print(f"corrupt: {error}", file=sys.stderr)
         return 1
-    except (LedgerError, OutputFailed, ValueError, OSError) as error:
+    except OSError as error:
+        print(os_error_text(error), file=sys.stderr)
+        return 2
+    except (LedgerError, OutputFailed, ValueError) as error:
         print(str(error), file=sys.stderr)
         return 2

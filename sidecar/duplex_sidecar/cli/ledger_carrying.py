@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from duplex_sidecar.cli.inputs import InputFile, OutputPath
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.output import written
 from duplex_sidecar.ledger.archive import MAX_ARCHIVE_BYTES, read_archive, write_archive
@@ -14,7 +15,7 @@ from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 IMPORT_CALL_MS = 5_000
 
 
-def archive(session: str, *, url: Url, output: Path) -> int:
+def archive(session: str, *, url: Url, output: OutputPath) -> int:
     """Write the whole session to a file: chain, sound, rows, state and journal. It is content.
 
     Parameters
@@ -27,7 +28,9 @@ def archive(session: str, *, url: Url, output: Path) -> int:
     return guarded(lambda: _archive(url, session, output))
 
 
-def import_archive(file: Path, *, url: Url, as_: Annotated[str, Parameter(name="--as")]) -> int:
+def import_archive(
+    file: InputFile, *, url: Url, as_: Annotated[str, Parameter(name="--as")]
+) -> int:
     """Put an archived session into a ledger, under a new id only. Its resume token stays the same.
 
     Parameters
@@ -46,8 +49,8 @@ async def _archive(url: str, session: str, output: Path) -> int:
         data = write_archive(await ledger.archive(session))
     finally:
         await ledger.close()
-    with written(output):
-        await asyncio.to_thread(output.write_bytes, data)
+    with written(output) as path:
+        await asyncio.to_thread(path.write_bytes, data)
     print(f"wrote {len(data):,} bytes of session {session}")
     return 0
 

@@ -1,5 +1,6 @@
 """`duplex ledger sweep`: ledgers without an owner."""
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from duplex_sidecar.cli.inputs import Duration, InputFile
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless
@@ -18,8 +20,8 @@ HOUR_MS = 3_600_000
 def sweep(
     *,
     url: Url,
-    idle_hours: float = 1.0,
-    keep: Path | None = None,
+    idle_hours: Duration = 1.0,
+    keep: InputFile | None = None,
     yes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """List the ledgers that nobody has owned for a while, and erase those of sessions that do not
@@ -37,11 +39,11 @@ def sweep(
     if yes and keep is None:
         print("nothing erased: name the sessions that exist with --keep", file=sys.stderr)
         return 2
-    existing = frozenset(keep.read_text().split()) if keep is not None else frozenset[str]()
-    return guarded(lambda: _sweep(url, int(idle_hours * HOUR_MS), existing, erase=yes))
+    return guarded(lambda: _sweep(url, int(idle_hours * HOUR_MS), keep, erase=yes))
 
 
-async def _sweep(url: str, min_idle_ms: int, existing: frozenset[str], *, erase: bool) -> int:
+async def _sweep(url: str, min_idle_ms: int, keep: Path | None, *, erase: bool) -> int:
+    existing = await asyncio.to_thread(_names_in, keep)
     ledger = await Ledger.connect(url)
     try:
         found = [
@@ -55,6 +57,15 @@ async def _sweep(url: str, min_idle_ms: int, existing: frozenset[str], *, erase:
     finally:
         await ledger.close()
     return 0
+
+
+def _names_in(keep: Path | None) -> frozenset[str]:
+    if keep is None:
+        return frozenset()
+    try:
+        return frozenset(keep.read_text().split())
+    except UnicodeDecodeError:
+        raise ValueError(f"{keep}: is no text") from None
 
 
 def _show(found: list[Ownerless]) -> None:

@@ -4,11 +4,16 @@ import sys
 from importlib.metadata import version
 
 from cyclopts import App
+from rich.console import Console
+
+from duplex_sidecar.cli.inputs import complaint
 
 app = App(
     name="duplex",
     help="Live two-way speech conversations with an omni model.",
     version=lambda: version("duplex"),
+    error_formatter=complaint,
+    error_console=Console(stderr=True, soft_wrap=True),
 )
 for _verb, _where, _help in (
     ("demo", "demo:demo", "A conversation on this machine, with a kill in the middle."),

@@ -2,8 +2,9 @@
 does not take it after them."""
 
 import os
+import secrets
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,12 +28,36 @@ def require_room(folder: Path, size_bytes: int) -> None:
 
 @contextmanager
 def written(path: Path) -> Generator[Path]:
-    """Around what writes a file. Raises OutputFailed for an OSError of it, and then leaves no part
-    of the file behind: half a picture is worth nothing, and the disk may be full of it."""
+    """The name of a file beside `path`, to be written inside; it takes `path`'s place at the end,
+    and until then whatever is there stays as it is. Raises OutputFailed for an OSError, and leaves
+    nothing of the new file then. A device or a pipe is written itself."""
+    if path.exists() and not path.is_file():
+        try:
+            yield path
+        except OSError as error:
+            raise OutputFailed(path, error.strerror or str(error)) from error
+        return
+    target = path.resolve()  # of a link, what it points to
+    new = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
     try:
-        yield path
+        yield new
+        new.replace(target)
     except OSError as error:
-        with suppress(OSError):
-            if path.is_file():  # and no device
-                path.unlink()
         raise OutputFailed(path, error.strerror or str(error)) from error
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+@contextmanager
+def swapped_in(folder: Path, names: Sequence[str]) -> Generator[Path]:
+    """A new folder inside `folder` for files of these names. At the end those that are there take
+    the place of the files in `folder`; those of before stay until then, and for good when what is
+    inside fails."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as new:
+        yield Path(new)
+        for name in names:
+            if (Path(new) / name).exists():
+                (Path(new) / name).replace(folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)

@@ -8,13 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from rich.console import Console
 
-from duplex_api.manifest import ManifestError, load_manifest
+from duplex_api.manifest import ManifestError
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.cli.demo import write_wave
+from duplex_sidecar.cli.inputs import (
+    CheckpointPath,
+    Factor,
+    InputFile,
+    LedgerUrl,
+    OutputPath,
+    os_error_text,
+)
 from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
+from duplex_sidecar.cli.manifest_file import read_manifest
 from duplex_sidecar.cli.output import OutputFailed, require_room
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.client.conversation import (
@@ -31,14 +40,14 @@ from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 
 def run(
     *,
-    file: Annotated[Path, Parameter(name=["--file", "-f"])],
-    audio: Path,
-    video: Path | None = None,
-    speed: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 1.0,
-    out: Path = Path("reply.wav"),
-    checkpoint: Path | None = None,
-    redis_url: str | None = None,
-    contract_tape: Path | None = None,
+    file: Annotated[InputFile, Parameter(name=["--file", "-f"])],
+    audio: InputFile,
+    video: InputFile | None = None,
+    speed: Factor = 1.0,
+    out: OutputPath = Path("reply.wav"),
+    checkpoint: CheckpointPath | None = None,
+    redis_url: LedgerUrl | None = None,
+    contract_tape: OutputPath | None = None,
     voices_dir: Path | None = None,
 ) -> int:
     """Open the session of a manifest on a sidecar of its own and stream a recording to it.
@@ -46,7 +55,7 @@ def run(
     Parameters
     ----------
     file
-        DuplexSession manifest (-f).
+        DuplexSession manifest, for example examples/session.yaml.
     audio
         Recording: any audio file.
     video
@@ -66,8 +75,7 @@ def run(
     """
     console = Console()
     try:
-        manifest = file.read_text()
-        load_manifest(manifest)
+        manifest = read_manifest(file)
         speech = read_speech(audio)
         frames = read_frames(video) if video else None
         # At most as long as the recording and one reply more.
@@ -93,8 +101,7 @@ def run(
     except (ApiError, ConversationFailed) as error:
         console.print(str(error), style="red", markup=False)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        console.print(f"{where}{error.strerror or error}", style="red", markup=False)
+        console.print(os_error_text(error), style="red", markup=False)
     return 1
 
 

@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,15 @@ import msgspec
 from duplex_api.ledger_address import without_login
 from duplex_sidecar.app import create_apps
 from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.inputs import (
+    AtLeastOne,
+    CheckpointPath,
+    InputFile,
+    LedgerUrl,
+    OutputPath,
+    Port,
+    os_error_text,
+)
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.cli.serving import Serving
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
@@ -32,16 +42,16 @@ EXIT_START = 6
 
 
 def serve(
-    checkpoint: Path | None = None,
+    checkpoint: CheckpointPath | None = None,
     *,
-    config: Path | None = None,
-    redis_url: str | None = None,
+    config: InputFile | None = None,
+    redis_url: LedgerUrl | None = None,
     host: str = "127.0.0.1",
-    port: int = 8765,
+    port: Port = 8765,
     device: Device = Device.CPU,
-    slots: int = 4,
+    slots: AtLeastOne = 4,
     otlp_endpoint: str | None = None,
-    contract_tape: Path | None = None,
+    contract_tape: OutputPath | None = None,
     from_environment: bool = False,
 ) -> int:
     """Serve sessions on one machine. Prints the address and where the admin token lies.
@@ -69,30 +79,48 @@ def serve(
     from_environment
         All settings come from variables `DUPLEX_<SETTING>`; no other option is looked at.
     """
-    try:
-        if from_environment:
-            settings = settings_from_environment(os.environ, _environment_defaults())
-        elif config is not None:
-            settings = msgspec.json.decode(config.read_bytes(), type=SidecarSettings)
-        else:
-            settings = _settings(
-                checkpoint, redis_url, host, port, device, slots, otlp_endpoint, contract_tape
+    _leave_on_signals()
+    with ExitStack() as own:
+        try:
+            if from_environment:
+                return run_sidecar(_from_environment(own))
+            if config is not None:
+                return run_sidecar(msgspec.json.decode(config.read_bytes(), type=SidecarSettings))
+            cache_dir = default_cache_dir().absolute()
+            valkey = EmbeddedValkey(cache_dir / "ledger") if redis_url is None else None
+            settings = SidecarSettings(
+                checkpoint=str((checkpoint or default_checkpoint()).absolute()),
+                redis_url=redis_url or (valkey.url if valkey else ""),
+                runtime_dir=str(own.enter_context(_own_folder())),
+                cache_dir=str(cache_dir),
+                host=host,
+                port=port,
+                device=device,
+                slots=slots,
+                admin_token=secrets.token_urlsafe(32),
+                otlp_endpoint=otlp_endpoint,
+                contract_tape_dir="" if contract_tape is None else str(contract_tape.absolute()),
             )
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        return _complain(EXIT_USAGE, str(error))
-    except EmbeddedError as error:
-        return _complain(EXIT_LEDGER, f"{error}; name a server with --redis-url")
-    return run_sidecar(settings)
+        except OSError as error:
+            return _complain(EXIT_USAGE, os_error_text(error))
+        except (ValueError, msgspec.MsgspecError) as error:
+            return _complain(EXIT_USAGE, str(error))
+        return run_sidecar(settings, valkey, tell=True)
 
 
-def run_sidecar(settings: SidecarSettings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+def run_sidecar(
+    settings: SidecarSettings, valkey: EmbeddedValkey | None = None, *, tell: bool = False
+) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status.
+
+    valkey: its ledger, started once everything else is known to be right. It goes on after this
+    process, but not after a start that failed. tell: print the address, and write the admin token
+    into a file.
+    """
     configure_logs(settings.replica, "sidecar")
-    # `Serving` takes these over when its loop runs.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    _leave_on_signals()  # `Serving` takes these over when its loop runs.
     failures: list[BaseException] = []
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as unless_served:
         listeners: list[socket.socket] = []
         for port in (settings.port, settings.admin_port):
             if port == 0 and listeners:
@@ -111,64 +139,63 @@ def run_sidecar(settings: SidecarSettings) -> int:
 
         try:
             serving = Serving(settings, create_apps(settings, give_up), listeners)
+            told = _address(settings, listeners[0]) if tell else ""
         except CheckpointError as error:
             return _complain(
                 EXIT_CHECKPOINT, f"{error}\nmake one with: duplex checkpoint make PATH"
             )
         except (OSError, ValueError) as error:
             return _complain(EXIT_USAGE, f"runtime folder or admin token: {error}")
+        try:
+            if valkey is not None:
+                if not valkey.running:
+                    unless_served.callback(valkey.stop)
+                valkey.start()
+        except (OSError, EmbeddedError) as error:
+            return _complain(EXIT_LEDGER, f"{error}; name a server with --redis-url")
+        if told:
+            print(told, flush=True)
         serving.run()
+        if not failures:
+            unless_served.pop_all()
     return _complain(EXIT_START, _start_failure(failures[0])) if failures else 0
+
+
+def _leave_on_signals() -> None:
+    """What is open is closed on the way out."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _settings(
-    checkpoint: Path | None,
-    redis_url: str | None,
-    host: str,
-    port: int,
-    device: Device,
-    slots: int,
-    otlp_endpoint: str | None,
-    contract_tape: Path | None,
-) -> SidecarSettings:
-    cache_dir = default_cache_dir()
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    if redis_url is None:
-        valkey = EmbeddedValkey(cache_dir / "ledger")
-        valkey.start()
-        redis_url = valkey.url
-    runtime_dir = Path(tempfile.mkdtemp(prefix="duplex-"))
-    token = secrets.token_urlsafe(32)
-    token_file = runtime_dir / "admin-token"
-    token_file.touch(mode=0o600)
-    token_file.write_text(token)
-    ledger = without_login(redis_url)
-    print(f"http://{host}:{port}   admin token: {token_file}   ledger: {ledger}", flush=True)
-    return SidecarSettings(
-        checkpoint=str((checkpoint or default_checkpoint()).absolute()),
-        redis_url=redis_url,
-        runtime_dir=str(runtime_dir),
-        cache_dir=str(cache_dir.absolute()),
-        host=host,
-        port=port,
-        device=device,
-        slots=slots,
-        admin_token=token,
-        otlp_endpoint=otlp_endpoint,
-        contract_tape_dir="" if contract_tape is None else str(contract_tape.absolute()),
-    )
+@contextmanager
+def _own_folder() -> Generator[Path]:
+    """For sockets, logs and the admin token; of this user alone, and gone with this process."""
+    with tempfile.TemporaryDirectory(prefix="duplex-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
-def _environment_defaults() -> dict[str, str]:
-    own_folder = "" if os.environ.get("DUPLEX_RUNTIME_DIR") else tempfile.mkdtemp(prefix="duplex-")
-    return {
-        "runtime_dir": own_folder,
+def _from_environment(own: ExitStack) -> SidecarSettings:
+    """Raises ValueError and msgspec.ValidationError."""
+    named = os.environ.get("DUPLEX_RUNTIME_DIR", "")
+    defaults = {
+        "runtime_dir": named or str(own.enter_context(_own_folder())),
         "cache_dir": str(default_cache_dir().absolute()),
     }
+    return settings_from_environment(os.environ, defaults)
+
+
+def _address(settings: SidecarSettings, listener: socket.socket) -> str:
+    token_file = Path(settings.runtime_dir) / "admin-token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(settings.admin_token)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    port = listener.getsockname()[1]
+    ledger = without_login(settings.redis_url)
+    return f"http://{host}:{port}   admin token: {token_file}   ledger: {ledger}"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -32,7 +32,7 @@ def read_speech(path: Path) -> bytes:
                 parts += [out.to_ndarray().tobytes() for out in resampler.resample(frame)]
             parts += [out.to_ndarray().tobytes() for out in resampler.resample(None)]
     except (OSError, av.error.FFmpegError) as error:
-        raise MediaError(f"{path}: {error}") from error
+        raise MediaError(f"{path}: {error.strerror or error}") from error
     pcm = b"".join(parts)
     if not pcm:
         raise MediaError(f"{path} holds no audio")
@@ -47,7 +47,7 @@ def read_frames(path: Path) -> list[bytes]:
                 raise MediaError(f"{path} has no video stream")
             return list(_first_of_each_second(container))
     except (OSError, av.error.FFmpegError) as error:
-        raise MediaError(f"{path}: {error}") from error
+        raise MediaError(f"{path}: {error.strerror or error}") from error
 
 
 def _first_of_each_second(container: av.container.InputContainer) -> Iterator[bytes]:

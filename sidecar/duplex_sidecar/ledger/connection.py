@@ -15,6 +15,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError, ResponseError, WatchError
 
+from duplex_api.ledger_address import BAD_ADDRESS
 from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
 from duplex_sidecar.ledger.cancelling import raise_if_cancelled
@@ -30,10 +31,6 @@ from duplex_sidecar.ledger.server import (
     check_server,
 )
 
-BAD_ADDRESS = (
-    "not a ledger address (redis://, rediss://, unix://, redis+sentinel://); in user and password"
-    " every one of / # ? @ : % has to be percent-encoded"
-)
 Reply = list[bytes]
 Command = tuple[Argument, ...]
 

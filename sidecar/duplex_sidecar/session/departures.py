@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from duplex_sidecar.ledger.errors import LeaseHeld, SessionEnded, SessionErased
 from duplex_sidecar.ledger.records import ClosedDraft
@@ -145,13 +146,15 @@ class Departures:
         if meta is None or meta.phase not in (Phase.OPEN, Phase.PARKED):
             return False
         try:
-            lease = await self._owners.acquire_if_free(session)
+            acquire = partial(self._owners.acquire_if_free, session)
+            async with self._owners.held(session, acquire) as lease:
+                head = (await self._ledger.load(session)).head
+                if head.open_seq is None:
+                    draft = ClosedDraft(seq=head.committed_seq, reason=reason)
+                    await self._ledger.note(lease, head, draft)
+                await self._ledger.release(lease, ended=reason)
         except (LeaseHeld, SessionEnded, SessionErased):
             return False
-        head = (await self._ledger.load(session)).head
-        if head.open_seq is None:
-            await self._ledger.note(lease, head, ClosedDraft(seq=head.committed_seq, reason=reason))
-        await self._ledger.release(lease, ended=reason)
         return True
 
     async def _is_over(self, session: str) -> bool:

@@ -1,8 +1,11 @@
 """Taking the lease of a session: waiting for a lost owner, or breaking the lease of a dead one."""
 
 import asyncio
+import logging
 import secrets
 from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
 from duplex_sidecar.ledger.lease import Lease
@@ -12,7 +15,10 @@ from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import LedgerCall
 
+log = logging.getLogger(__name__)
+
 ACQUIRE_TIMEOUT_S = 8.0
+GIVE_BACK_S = 2.0
 _ACQUIRE_POLL_S = 0.1
 MAX_DEAD = 4096
 
@@ -64,6 +70,34 @@ class Owners:
     def offer(self, session: str, fence: int) -> Offer:
         """A new one of this replica's."""
         return Offer(session, self.replica, fence, secrets.token_hex(16), self._address)
+
+    @asynccontextmanager
+    async def held(
+        self, session: str, take: Callable[[], Awaitable[Lease]]
+    ) -> AsyncGenerator[Lease]:
+        """The lease, for what is to make use of it: given back at once when that fails or when the
+        caller gives up, however far it had come. Only for who is the session's `only_caller` here.
+        take: one of the ways to get it; raises what that does."""
+        lease: Lease | None = None
+        try:
+            lease = await take()
+            yield lease
+        except BaseException as error:
+            # Of one who was cancelled nobody knows whether the server has given it the lease.
+            if lease is not None or isinstance(error, asyncio.CancelledError):
+                await self._give_back(session)
+            raise
+
+    async def _give_back(self, session: str) -> None:
+        """In a task of its own: the ledger does nothing for one that was cancelled. Bounded in
+        time; what could not be given back runs out by itself, or is broken by the next caller."""
+        giving = asyncio.create_task(self._ledger.break_lease(session, replica=self.replica))
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({giving}, timeout=GIVE_BACK_S)
+        giving.cancel()
+        for outcome in await asyncio.gather(giving, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.info("a lease was not given back: %s", type(outcome).__name__)
 
     async def acquire(
         self, session: str, fence: int | None = None, *, timeout_s: float = ACQUIRE_TIMEOUT_S

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from duplex_api.pool import PoolSpec
@@ -15,7 +16,7 @@ from duplex_api.resolve import ResolvedSession, resolve_session
 from duplex_api.session import IMMUTABLE_SESSION_FIELDS, DuplexSession, SessionSpec
 from duplex_api.window import WindowLimits
 from duplex_sidecar.ledger import token as tokens
-from duplex_sidecar.ledger.errors import LedgerCorrupt, SchemaTooNew, SessionExists
+from duplex_sidecar.ledger.errors import SessionExists
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.records import Opening
@@ -260,8 +261,9 @@ class SessionRegistry:
             reference_rows=() if reference is None else (encode_rows(reference),),
             retention_ms=resolved.lifecycle.retention_ms,
         )
-        lease = await self._owners.acquire(session, claim.fence)
-        actor = assemble_new(assembly, draft, conversation, lease, head, trace, reference)
+        acquire = partial(self._owners.acquire, session, claim.fence)
+        async with self._owners.held(session, acquire) as lease:
+            actor = assemble_new(assembly, draft, conversation, lease, head, trace, reference)
         return self._start(session, actor, claim.token_sha256, spec)
 
     # --- attaching --------------------------------------------------------------------------------
@@ -318,20 +320,15 @@ class SessionRegistry:
 
     async def _take_up(self, session: str, claim: Claim, spec: SessionSpec | None) -> SessionActor:
         """Take a session over from the ledger, parked or left behind."""
-        lease = await self._lease(session, claim)
-        try:
+        async with self._owners.held(session, lambda: self._lease(session, claim)) as lease:
             loaded = await self._ledger.load(session)
-        except (LedgerCorrupt, SchemaTooNew):
-            # Somebody who can read it need not wait for the lease.
-            await self._ledger.release(lease)
-            raise
-        decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
-        if isinstance(decision, Refuse):
-            await self._refuse(lease, decision)
-        if claim.fence is not None and claim.token_sha256 != loaded.meta.token_sha256:
-            await self._change_token(lease, claim.token_sha256)
-        warm = await self._standing_by.take(session, loaded)
-        actor = assemble_recovered(self._assembly, loaded, decision, lease, warm)
+            decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
+            if isinstance(decision, Refuse):
+                await self._refuse(lease, decision)
+            if claim.fence is not None and claim.token_sha256 != loaded.meta.token_sha256:
+                await self._change_token(lease, claim.token_sha256)
+            warm = await self._standing_by.take(session, loaded)
+            actor = assemble_recovered(self._assembly, loaded, decision, lease, warm)
         valid = loaded.meta.token_sha256 if claim.fence is None else claim.token_sha256
         return self._start(session, actor, valid, spec or loaded.opening)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from duplex_sidecar.cli import demo, run
 from duplex_sidecar.cli.demo import write_wave
-from duplex_sidecar.cli.output import OutputFailed, written
+from duplex_sidecar.cli.output import OutputFailed, swapped_in, written
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +48,49 @@ def test_a_device_is_not_removed() -> None:
     assert Path("/dev/full").exists()
 
 
+def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "reply.wav"
+    path.write_text("before")
+    link = tmp_path / "link.wav"
+    link.symlink_to(path)
+
+    def fill() -> None:
+        with written(link) as new:
+            new.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OutputFailed):
+        fill()
+    assert path.read_text() == "before"
+    with written(link) as new:
+        assert new.suffix == ".wav"
+        new.write_text("after")
+        assert path.read_text() == "before"
+    assert path.read_text() == "after"
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_results_are_swapped_all_together_or_not_at_all(tmp_path: Path) -> None:
+    names = ("reply.wav", "spans.jsonl", "timeline.png")
+    for name in (*names, "mine.txt"):
+        (tmp_path / name).write_text("before")
+
+    def leave() -> None:
+        with swapped_in(tmp_path, names) as new:
+            (new / "reply.wav").write_text("after")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"before"}
+    with swapped_in(tmp_path, names) as new:
+        for name in names[:2]:
+            (new / name).write_text("after")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"reply.wav": "after", "spans.jsonl": "after", "mine.txt": "before"}
+
+
 @pytest.mark.parametrize("verb", ["demo", "run"])
 def test_the_verbs_end_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
@@ -60,7 +103,7 @@ def test_the_verbs_end_with_a_sentence(
     module = {"demo": demo, "run": run}[verb]
     monkeypatch.setattr(module, "Console", lambda: Console(file=said, width=200))
     monkeypatch.setattr(module, f"_{verb}", fail)
-    monkeypatch.setattr(run, "load_manifest", lambda _: None)
+    monkeypatch.setattr(run, "read_manifest", lambda _: None)
     monkeypatch.setattr(run, "read_speech", lambda _: b"")
     monkeypatch.setattr(run, "require_room", lambda *_: None)
     manifest = tmp_path / "session.yaml"
