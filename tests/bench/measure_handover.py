@@ -1,11 +1,12 @@
 """A session changes sidecars in the middle of its replies; how much longer does its client hear
 nothing?
 
-Two sidecars, a client that speaks in real time and follows the session. The same talk is held once
-without a move, with the same seed, so with the same words at the same units. Silence beyond that is
-what the first sound after a move was later than the same sound without one. Each move is ordered
-right after a unit that sounded, in a turn that goes on with sound; the turn's end is not waited
-for.
+Two sidecars, a client that speaks in real time and follows the session. What a unit says is
+scripted, so that replies are long enough to move in; all else is the model's. The same talk is held
+once without a move, with the same seed, so with the same sound at the same units. Silence beyond
+that is what the first sound after a move was later than the same sound without one. Each move is
+ordered right after a unit that sounded, in a turn that goes on with sound; the turn's end is not
+waited for.
 """
 
 import asyncio
@@ -14,8 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from duplex_sidecar.checkpoint.tokenizer import load_vocabulary
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 from duplex_sidecar.ledger.token import token_sha256
+from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
 from tests.bench.client import UNIT_BYTES
 from tests.bench.figures import Broken, Figure
 from tests.bench.paced import Answer, PacedTalk
@@ -26,9 +29,12 @@ from tests.bench.stats import spread
 SILENCE_S = 1.0
 MOVES = 50
 QUICK_MOVES = 5
-UNITS = 90
-QUICK_UNITS = 40
-MOST_TALKS = 6
+UNITS = 72
+QUICK_UNITS = 24
+MOST_TALKS = 3
+LISTENING_UNITS = 2
+SPEAKING_UNITS = 10
+TEXT_TOKENS = 5
 FIRST_UNIT = 4
 """Before it there is hardly a conversation to move."""
 
@@ -48,12 +54,33 @@ class Move:
 
 def measure_handover(rig: Rig) -> tuple[list[Figure], dict[str, object]]:
     """Raises Broken, ApiError, SidecarFailed."""
-    pair = (rig.start_sidecar("here")[0], rig.start_sidecar("there")[0])
+    script = reply_script(load_vocabulary(rig.checkpoint))
+    here, there = (rig.new_sidecar(name, bench_script=script) for name in ("here", "there"))
+    pair = (here, there)
     try:
+        for sidecar in pair:
+            sidecar.start()
+        for sidecar in pair:
+            sidecar.wait_ready()
         return asyncio.run(_measure(rig, pair))
     finally:
         for sidecar in pair:
             sidecar.stop()
+
+
+def reply_script(vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the units of one turn, in turn: some listen, then a reply that ends."""
+    text = [
+        id_
+        for id_ in range(vocabulary.size)
+        if id_ not in vocabulary.special_ids
+        and id_ not in vocabulary.bad_ids
+        and len(vocabulary.token_bytes[id_]) > 1
+    ][:TEXT_TOKENS]
+    speak = (vocabulary.speak, *text, vocabulary.chunk_eos)
+    last = (vocabulary.speak, *text[:2], vocabulary.turn_eos, vocabulary.chunk_eos)
+    listen = (vocabulary.listen,)
+    return (listen,) * LISTENING_UNITS + (speak,) * (SPEAKING_UNITS - 1) + (last,)
 
 
 async def _measure(

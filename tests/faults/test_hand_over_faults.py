@@ -171,7 +171,8 @@ TARGET_STEPS = (
     ("journal", 1),
 )
 """In the order in which the target goes through them: making ready, its lease, its first unit."""
-SOURCE_STEPS = (("hand_over", 1),)
+SOURCE_STEPS = ("accept", "feed", "commit", "journal", "renew")
+"""Of the owner while the target is ready already; its last write is a test of its own."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -244,7 +245,7 @@ async def test_the_source_dies(
     caller = Caller(session)
     await caller.dial(here)
     await caller.talk(BEFORE)
-    mortal = Mortal(here, *SOURCE_STEPS[0], after)
+    mortal = Mortal(here, "hand_over", 1, after)
     mortal.bind(monkeypatch)
     ground.come_back(mortal)
     way = asyncio.create_task(move(here, there, session, terms))
@@ -262,6 +263,38 @@ async def test_the_source_dies(
     await eventually(lambda: session not in here.registry.live)
     await caller.talk(UNITS + 1)
     check_events(caller)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", SOURCE_STEPS)
+async def test_the_source_dies_when_the_target_is_ready(
+    valkey: EmbeddedValkey, ground: Yard, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    """In a unit that nobody will hand over: what it left unfinished is done by the target."""
+    session, terms = f"r-{step}-{after}", Terms("context")
+    calm = await calm_tokens(valkey, terms.mode)
+    here, there = [await ground.build(f"{name}-{session}") for name in ("a", "b")]
+    await here.open(session, terms)
+    caller = Caller(session)
+    await caller.dial(here)
+    await caller.talk(BEFORE)
+    assert await there.registry.prepare(session, terms.manifest(), claim(fence=2)) == BEFORE
+    mortal = Mortal(here, step, 1, after)
+    mortal.bind(monkeypatch)
+    ground.come_back(mortal)
+    await caller.say(BEFORE + 1)
+    async with asyncio.timeout(20):
+        await mortal.dead.wait()
+    there.registry.declare_dead(here.name)
+    await caller.dial(there)
+    await caller.talk(UNITS)
+    check_events(caller)
+    assert await tokens(there.ledger, session) == calm
+    mortal.back.set()
+    await eventually(lambda: session not in here.registry.live)
+    await caller.talk(UNITS + 1)
+    check_events(caller)
+    await eventually(lambda: not here.stages.held())
 
 
 async def test_a_lease_that_the_target_never_takes_goes_back_with_the_streams(

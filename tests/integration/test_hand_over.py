@@ -12,8 +12,9 @@ import pytest
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
+from duplex_sidecar.protocol.commands import TruncateReply
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import Closed
+from duplex_sidecar.protocol.events import Audio, Closed, CommandApplied
 from duplex_sidecar.session import standing_by
 from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.handing_over import HandOver
@@ -24,6 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
     MODEL,
     MODES,
+    VOCABULARY,
     VOICE,
     Caller,
     Mode,
@@ -100,6 +102,11 @@ async def into_a_turn(here: Replica, caller: Caller, unit: int = 0) -> int:
         await eventually(lambda unit=unit: actor.speech.unit == unit)
         if actor.speech.turn_open:
             return unit
+
+
+def sounding_units(caller: Caller, turn: int) -> set[int]:
+    heard = [event.body for event in caller.sequenced if isinstance(event.body, Audio)]
+    return {audio.unit for audio in heard if audio.turn == turn}
 
 
 def refusal_of(error: pytest.ExceptionInfo[PlacementRefused]) -> Refusal:
@@ -368,6 +375,37 @@ async def test_streams_that_are_just_being_closed_take_no_new_ones_with_them(
     await caller.dial(here)
     await caller.talk(8)
     check_events(caller)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("follows", [True, False], ids=["before", "just-before"])
+async def test_a_reply_is_cut_when_the_target_is_ready(
+    here: Replica, there: Replica, monkeypatch: pytest.MonkeyPatch, mode: Mode, follows: bool
+) -> None:
+    """What the client takes back of a committed unit is not in the prompt that goes on."""
+    session, terms = f"cut-{mode}-{follows}", Terms(mode)
+    caller = await called(here, session, terms)
+    last = await into_a_turn(here, caller)
+    while not sounding_units(caller, here.registry.live[session].speech.turn):
+        last = await into_a_turn(here, caller, last)
+    turn = here.registry.live[session].speech.turn
+    assert await prepare(there, session, terms, 2) == last
+    ready = there.registry._standing_by.prepared(session)
+    assert ready is not None
+    if not follows:
+        monkeypatch.setattr(ready.warmer, "behind", lambda _: False)
+    assert await caller.ask(TruncateReply(turn, 0, client_sequence=1)) == CommandApplied(1, None)
+    head = (await here.ledger.load(session)).head
+    await eventually(lambda: not ready.warmer.behind(head))
+    await hand_over(here, there, session, 2)
+    await until_moved(caller)
+    await caller.dial(there)
+    await caller.talk(last + 3)
+    check_events(caller)
+    said = await tokens(there.ledger, session)
+    cut = dict.fromkeys(sounding_units(caller, turn), (VOCABULARY.listen,))
+    stages = [here.stages, there.stages]
+    check_prompts(stages, session, terms, said, caller, cuts={last + 1: cut})
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["target", "source"])

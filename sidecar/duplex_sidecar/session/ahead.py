@@ -43,12 +43,15 @@ class Foreseen:
     window: WindowState
     history_tokens: int
 
-    def fits(self, planned: Planned) -> bool:
-        """Whether the plan wants exactly the units and the text that were foreseen."""
+    def fits(self, planned: Planned, append_tokens: int) -> bool:
+        """Whether the plan wants exactly the units and the text that were foreseen. append_tokens:
+        that the append reserves. Mode `off` names no units, so their length counts, too."""
         return (
             isinstance(planned.plan, Rebuild)
             and planned.window.units == self.window.units
             and planned.window.previous_ids == self.window.previous_ids
+            and planned.plan.replacement_tokens
+            == self.history_tokens + append_tokens - CLOSURE_POSITIONS
         )
 
 

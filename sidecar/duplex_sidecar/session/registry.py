@@ -380,7 +380,7 @@ class SessionRegistry:
             if actor.left_warm is not None:
                 self._standing_by.keep(
                     session,
-                    actor.conversation.seq,
+                    actor.conversation,
                     actor.runner,
                     actor.left_warm,
                 )

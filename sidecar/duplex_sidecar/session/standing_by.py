@@ -18,6 +18,7 @@ from duplex_sidecar.ledger.errors import LedgerError
 from duplex_sidecar.ledger.moving import OFFER_MS, Offer
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase, SessionMeta
 from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.session.conversation import Conversation, decode_conversation
 from duplex_sidecar.session.ending import END_TIMEOUT_S
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.rows import RowsMissing
@@ -66,16 +67,16 @@ class Prepared:
 
 @dataclass(eq=False)
 class Kept:
-    """A session that has gone. unit: its last one here."""
+    """A session that has gone. conversation: as it was here last."""
 
-    unit: int
+    conversation: Conversation
     runner: UnitRunner
     streams: WarmStreams
     until_s: float
 
     async def warm(self, loaded: LoadedSession) -> WarmStreams | None:
         """Only as long as nobody has gone on: what was said elsewhere is not in these streams."""
-        if loaded.head.committed_seq != self.unit:
+        if decode_conversation(loaded.state) != self.conversation:
             return None
         async with asyncio.timeout(END_TIMEOUT_S):
             await self.runner.close_voice()  # its epoch and its stream have the names of the next
@@ -109,9 +110,11 @@ class StandingBy:
         if self._sessions.get(session) is not prepared:
             self._enter(session, prepared, self._look_for(session, prepared))
 
-    def keep(self, session: str, unit: int, runner: UnitRunner, streams: WarmStreams) -> None:
-        """It was given away. unit: its last one here."""
-        kept = Kept(unit, runner, streams, asyncio.get_running_loop().time() + KEEP_S)
+    def keep(
+        self, session: str, conversation: Conversation, runner: UnitRunner, streams: WarmStreams
+    ) -> None:
+        """It was given away. conversation: as it was here last."""
+        kept = Kept(conversation, runner, streams, asyncio.get_running_loop().time() + KEEP_S)
         self._enter(session, kept, self._look_after(session, kept))
 
     async def take(self, session: str, loaded: LoadedSession) -> WarmStreams | None:
@@ -215,7 +218,7 @@ class StandingBy:
                     meta.phase is not Phase.OPEN or meta.fence >= offer.fence
                 ):
                     break
-                elif meta is not None and meta.head.committed_seq > prepared.warmer.seq:
+                elif meta is not None and prepared.warmer.behind(meta.head):
                     await self._follow(session, prepared)
                 prepared.look.clear()
                 if self._sessions.get(session) is prepared:
@@ -237,7 +240,7 @@ class StandingBy:
         while self._sessions.get(session) is kept and clock_s() < kept.until_s:
             meta = await self._meta(session)
             over = meta is not None and meta.phase is not Phase.OPEN
-            if over or (meta is not None and meta.head.committed_seq > kept.unit):
+            if over or (meta is not None and meta.head.committed_seq > kept.conversation.seq):
                 break
             await asyncio.sleep(KEPT_LOOK_S)
         if self._sessions.get(session) is kept:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.session.ahead import OpenedAhead, foresee_rebuild, prefill_rules
-from duplex_sidecar.session.conversation import decode_conversation
+from duplex_sidecar.session.conversation import Conversation, decode_conversation
 from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.hearing import EncoderDriver
 from duplex_sidecar.session.prompting import Prompter, history_from_ledger, history_seqs
@@ -50,15 +51,25 @@ class Warmer:
         self._ahead: OpenedAhead | None = None
         self._following = asyncio.Lock()
         self._taken = False
+        self._conversation: Conversation | None = None
+        """What is in the streams: an answer may be cut after it was committed."""
+        self._index = -1
+        """Of the chain's end when it was looked at last."""
         self.seq = -1
         """Newest unit that is in the streams; -1: none are open."""
+
+    def behind(self, head: Head) -> bool:
+        """Whether there may be something to follow."""
+        more = head.open_seq is None and head.index > self._index
+        return more or head.committed_seq > self.seq
 
     async def follow(self, loaded: LoadedSession) -> None:
         """Up to its last committed unit. May be called again while one is under way. Raises
         StageError, RenderError, RowsMissing, after which the next call begins anew."""
         async with self._following:
             conversation = decode_conversation(loaded.state)
-            if self._taken or conversation.seq <= self.seq:
+            if self._taken or conversation.seq < self.seq or conversation == self._conversation:
+                self._index = max(self._index, loaded.head.index)
                 return
             self._loaded = loaded
             try:
@@ -72,7 +83,8 @@ class Warmer:
             for outcome in outcomes:
                 if outcome is not None:
                     raise outcome
-            self.seq = conversation.seq
+            self.seq, self._conversation = conversation.seq, conversation
+            self._index = loaded.head.index
 
     def streams(self) -> WarmStreams:
         """For the taking; this one feeds them nothing any more."""
