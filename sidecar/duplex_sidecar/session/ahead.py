@@ -43,10 +43,13 @@ class Foreseen:
     window: WindowState
     history_tokens: int
 
-    def fits(self, planned: Planned) -> bool:
-        """Whether the plan wants exactly the units and the text that were foreseen."""
+    def fits(self, planned: Planned, slots: int) -> bool:
+        """Whether the plan of an append of so many positions wants exactly the units and the text
+        that were foreseen. In mode `off`, which names no units, their length tells those of which
+        something was taken back meanwhile: that is only ever less."""
         return (
             isinstance(planned.plan, Rebuild)
+            and planned.window.prompt_tokens - (slots - CLOSURE_POSITIONS) == self.history_tokens
             and planned.window.units == self.window.units
             and planned.window.previous_ids == self.window.previous_ids
         )

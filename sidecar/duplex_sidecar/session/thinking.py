@@ -226,7 +226,7 @@ class ThinkerDriver:
         plan, slots = planned.plan, append.reservation.slots
         waits_since = time.perf_counter()
         ahead = await self._ahead.opened()
-        if ahead is not None and self._stream.live and ahead.foreseen.fits(planned):
+        if ahead is not None and self._stream.live and ahead.foreseen.fits(planned, slots):
             watch.rebuilt_ahead((time.perf_counter() - waits_since) * 1000, ahead.elapsed_ms)
             watch.metrics.rebuild(TracedCause(ahead.foreseen.rebuild.cause), ahead.elapsed_ms)
             parts = self._prompter.extension(append, None, slots - CLOSURE_POSITIONS)

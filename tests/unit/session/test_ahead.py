@@ -144,8 +144,10 @@ def test_what_is_foreseen_comes_true_whatever_the_next_append_is(
             assert isinstance(decision, Rebuild | Overflow), "a sure slide is no extension"
             if isinstance(decision, Rebuild):
                 planned = Planned(decision, window)
-                assert seen.fits(planned) or mode == "basic"
-                if seen.fits(planned):
+                assert seen.fits(planned, length) or mode == "basic"
+                less = structs.replace(window, prompt_tokens=window.prompt_tokens - 1)
+                assert not seen.fits(Planned(decision, less), length), "something was taken back"
+                if seen.fits(planned, length):
                     rest = length - CLOSURE_POSITIONS
                     assert decision.replacement_tokens == seen.history_tokens + rest
                 else:
@@ -318,4 +320,4 @@ async def test_beside_nothing_nothing_is_opened() -> None:
 
 def test_the_plan_that_extends_fits_no_slide() -> None:
     bench = Bench()
-    assert not bench.seen.fits(Planned(Extend(1, 14), EMPTY_WINDOW))
+    assert not bench.seen.fits(Planned(Extend(1, 14), EMPTY_WINDOW), 14)
