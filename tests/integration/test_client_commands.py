@@ -32,6 +32,8 @@ from duplex_sidecar.protocol.events import (
 )
 from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS
 from duplex_sidecar.session.handing_over import HandOver
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import EpochCause, RebuildCause
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
@@ -433,3 +435,25 @@ async def test_a_stream_that_was_made_ready_before_a_cut_is_not_used(
     cut = dict.fromkeys({audio.unit for audio in sounds_of(caller, turn)}, LISTENS)
     stages = [here.stages, there.stages]
     check_prompts(stages, session, terms, said, caller, cuts={last + 1: cut})
+
+
+async def test_telemetry_says_why_prompt_and_epoch_are_new(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rebuilds: list[RebuildCause] = []
+    epochs: list[EpochCause] = []
+    monkeypatch.setattr(Metrics, "rebuild", lambda _, cause, ms: rebuilds.append(cause))
+    monkeypatch.setattr(Metrics, "epoch", lambda _, cause: epochs.append(cause))
+    await here.open("told", Terms("off"))
+    caller = Caller("told")
+    await caller.dial(here)
+    await in_mid_reply(caller)
+    before = len(epochs)
+    await caller.ask(TruncateReply(sounds(caller)[-1].turn, 0, client_sequence=1))
+    await in_mid_reply(caller)
+    assert rebuilds == [RebuildCause.TRUNCATION]
+    assert epochs[before] is EpochCause.BARGE_IN
+    assert EpochCause.BARGE_IN not in epochs[before + 1 :]
+    quality = here.registry.live["told"].quality
+    assert quality.last_rebuild is not None
+    assert quality.last_rebuild.cause == "truncation"
