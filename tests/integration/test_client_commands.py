@@ -194,6 +194,8 @@ async def test_what_was_not_heard_is_taken_out_of_the_context(here: Replica, mod
     submissions = check_prompts([here.stages], session, terms, said, caller, cuts=cuts)
     rebuilt = next(one for one in submissions if one.unit == last + 1)
     assert rebuilt.opened, "a new stream, never a patched one"
+    ahead = {one.stream for one in here.stages.thinker.opened_ahead}
+    assert (rebuilt.stream in ahead) == (mode != "off"), "made before its append came"
 
 
 async def test_a_truncation_stops_a_reply_that_is_under_way(here: Replica) -> None:
