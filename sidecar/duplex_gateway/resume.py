@@ -26,11 +26,14 @@ from duplex_gateway.wire import (
     cleared,
     heartbeat_ack,
     read_server_event,
+    with_client_id,
     with_error_id,
 )
 from duplex_sidecar.doors.openai_wire import MAX_MESSAGE_BYTES
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
+KEPT_COMMANDS: Final = 64
+"""Numbered commands without an answer; the oldest is let go of for a newer one."""
 _ROOM_TO_NAME_BYTES: Final = 256
 """A message that is nearly as large as may be is not made larger by a name."""
 
@@ -81,6 +84,9 @@ class ResumeState:
             Kind.FORMAT: deque(),
             Kind.CLEAR: deque(),
         }
+        self._commands: dict[int, HeldMessage] = {}
+        """Numbered commands that an owner has, or had, and has not answered, oldest first."""
+        self._commands_again: deque[HeldMessage] = deque()
         self._heartbeats: deque[str | None] = deque()
         self._held_bytes = self._held_samples = 0
         self._there_bytes = self._there_samples = 0
@@ -152,6 +158,7 @@ class ResumeState:
         """A connection to the owner of that fence stands, and has greeted with these facts. Returns
         answers that the client is still owed and nobody else will give."""
         self.connected = True
+        self._commands_again = deque(self._commands.values())
         another, self._fence = fence > self._fence, max(fence, self._fence)
         if not self.greeted:
             self.greeted = True
@@ -198,13 +205,17 @@ class ResumeState:
             first = self._formats_first.popleft()
             self._unanswered[Kind.FORMAT].append(first)
             return first.message
+        if self._commands_again:
+            return self._commands_again.popleft().message
         if not self._waiting:
             return None
         item = self._waiting.popleft()
         kind = item.said.kind
+        if kind is Kind.COMMAND:
+            self._keep_command(item)
         if kind is Kind.HEARTBEAT:
             self._heartbeats.append(item.said.event_id)
-        if kind in (Kind.HEARTBEAT, Kind.OTHER) or (
+        if kind in (Kind.HEARTBEAT, Kind.OTHER, Kind.COMMAND) or (
             kind is Kind.COMMIT and not self._closes_anything()
         ):
             self._held_bytes -= item.said.size_bytes
@@ -213,6 +224,12 @@ class ResumeState:
             self._unanswered[kind].append(item)
         self._sent.append(item)
         return item.message
+
+    def _keep_command(self, item: HeldMessage) -> None:
+        if item.said.client_sequence is not None:
+            self._commands[item.said.client_sequence] = item
+            while len(self._commands) > KEPT_COMMANDS:
+                self._commands.pop(next(iter(self._commands)))
 
     def _closes_anything(self) -> bool:
         """Whether something is kept that a commit, sent now, makes durable; if not, nobody would
@@ -236,6 +253,8 @@ class ResumeState:
                 passing = self._answered(Kind.FORMAT)
             case "input_audio_buffer.cleared":
                 passing = self._answered(Kind.CLEAR)
+            case "session.command_applied":
+                return self._applied(message, event)
             case "session.heartbeat_ack":
                 if self._heartbeats:
                     self._heartbeats.popleft()
@@ -270,6 +289,14 @@ class ResumeState:
         self._trim(self._position)
         return passing
 
+    def _applied(self, message: bytes, event: ServerEvent) -> Verdict:
+        """A numbered command is done: under the client's own name for it."""
+        item = self._commands.pop(event.duplex.client_sequence, None)
+        name = event.client_event_id or ""
+        if name.startswith(GATEWAY_ID_PREFIX):
+            message = with_client_id(message, item.said.event_id if item else None)
+        return Verdict(Pass.FORWARD, message, event)
+
     def _refused(self, message: bytes, event: ServerEvent) -> Verdict:
         """An error. What it refuses counts no more; what is refused only because the owner lets go
         of the session is kept for the next one, and the client need not know."""
@@ -279,10 +306,16 @@ class ResumeState:
         name = event.error.event_id
         if name is None or not name.startswith(GATEWAY_ID_PREFIX):
             return Verdict(Pass.FORWARD, message, event)
-        item = self._forget(name)
+        item = self._forget_command(name) or self._forget(name)
         return Verdict(
             Pass.FORWARD, with_error_id(message, item.said.event_id if item else None), event
         )
+
+    def _forget_command(self, name: str) -> HeldMessage | None:
+        item = next((item for item in self._commands.values() if item.name == name), None)
+        if item is not None and item.said.client_sequence is not None:
+            del self._commands[item.said.client_sequence]
+        return item
 
     def _forget(self, name: str) -> HeldMessage | None:
         """A message that was refused: the session goes on as if it had never been sent."""
@@ -302,7 +335,7 @@ class ResumeState:
 
     def _name(self, said: ClientMessage) -> str | None:
         """The sidecar gets input under a name, so that its refusal is told from that of others."""
-        if said.kind not in (Kind.APPEND, Kind.FORMAT):
+        if said.kind not in (Kind.APPEND, Kind.FORMAT, Kind.COMMAND):
             return None
         if said.size_bytes > MAX_MESSAGE_BYTES - _ROOM_TO_NAME_BYTES:
             return None

@@ -17,12 +17,15 @@ from duplex_sidecar.doors.openai_wire import (
     parse_message,
 )
 from duplex_sidecar.protocol.commands import (
+    AcknowledgePlayback,
     AudioEncoding,
+    CancelReply,
     ClearInput,
     Close,
     CommitInput,
     Heartbeat,
     SetInputFormat,
+    TruncateReply,
 )
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Alive, Failure, InputCleared
@@ -33,6 +36,9 @@ Message = str | bytes
 GATEWAY_ID_PREFIX: Final = "duplex_gateway_"
 """Of the event ids under which input goes to the sidecar, so that a refusal names exactly one
 message, whatever ids the client uses. The client's own id is put back into the answer."""
+
+MAX_COMMAND_BYTES: Final = 4096
+"""A larger command is passed on once and not kept."""
 
 _SAMPLE_BYTES = {
     AudioEncoding.PCM16: 2,
@@ -61,6 +67,8 @@ class Kind(StrEnum):
     COMMIT = "commit"
     CLEAR = "clear"
     FORMAT = "format"
+    COMMAND = "command"
+    """A numbered command about a reply: said again to each owner until one answers it."""
     HEARTBEAT = "heartbeat"
     CLOSE = "close"
     OTHER = "other"
@@ -70,7 +78,8 @@ class Kind(StrEnum):
 
 
 class ClientMessage(msgspec.Struct, frozen=True):
-    """payload_bytes: of the audio, decoded; -1 where the text cannot be base64."""
+    """payload_bytes: of the audio, decoded; -1 where the text cannot be base64. client_sequence: of
+    a numbered command."""
 
     kind: Kind
     message: Message
@@ -78,6 +87,7 @@ class ClientMessage(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
     from_sample: int | None = None
     format: InputFormat | None = None
+    client_sequence: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -125,6 +135,11 @@ def read_client_message(message: Message) -> ClientMessage:
         case SetInputFormat(encoding=encoding, rate_hz=rate_hz):
             input_format = InputFormat(encoding, rate_hz)
             return ClientMessage(Kind.FORMAT, message, head.event_id, format=input_format)
+        case CancelReply() | TruncateReply() | AcknowledgePlayback() if (
+            command.client_sequence is not None and len(message) <= MAX_COMMAND_BYTES
+        ):
+            number = command.client_sequence
+            return ClientMessage(Kind.COMMAND, message, head.event_id, client_sequence=number)
         case _:
             kind = Kind.OTHER
     return ClientMessage(kind, message, head.event_id)
@@ -161,6 +176,7 @@ class Facts(msgspec.Struct, frozen=True):
     input_rate_hz: int = 24_000
     to_sample: int = 0
     oldest: int = 1
+    client_sequence: int = 0
 
 
 class ServerEvent(msgspec.Struct, frozen=True):
@@ -184,6 +200,13 @@ def with_error_id(message: bytes, event_id: str | None) -> bytes:
     """An error event as the client would have got it, had the gateway not named its input."""
     event: dict[str, Any] = msgspec.json.decode(message)
     event["error"]["event_id"] = event_id
+    return msgspec.json.encode(event)
+
+
+def with_client_id(message: bytes, event_id: str | None) -> bytes:
+    """The same for an answer that names the client's event."""
+    event: dict[str, Any] = msgspec.json.decode(message)
+    event["client_event_id"] = event_id
     return msgspec.json.encode(event)
 
 

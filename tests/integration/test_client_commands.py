@@ -20,6 +20,7 @@ from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.protocol.events import (
     CLOSING_STEPS,
     Audio,
+    Closed,
     CommandApplied,
     Decision,
     Failure,
@@ -30,6 +31,9 @@ from duplex_sidecar.protocol.events import (
     UnitDone,
 )
 from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS
+from duplex_sidecar.session.handing_over import HandOver
+from duplex_sidecar.telemetry.metrics import Metrics
+from duplex_sidecar.telemetry.names import EpochCause, RebuildCause
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
@@ -45,6 +49,7 @@ from session_kit import (
     check_events,
     check_prompts,
     check_stage2,
+    claim,
     replica,
     tokens,
 )
@@ -82,7 +87,12 @@ def turn_is_open(caller: Caller) -> bool:
 def sounds(caller: Caller) -> list[Audio]:
     """Of the newest turn."""
     heard = [event.body for event in caller.sequenced if isinstance(event.body, Audio)]
-    return [audio for audio in heard if audio.turn == heard[-1].turn]
+    return sounds_of(caller, heard[-1].turn) if heard else []
+
+
+def sounds_of(caller: Caller, turn: int) -> list[Audio]:
+    heard = [event.body for event in caller.sequenced if isinstance(event.body, Audio)]
+    return [audio for audio in heard if audio.turn == turn]
 
 
 async def in_mid_reply(caller: Caller, *, units: int = 2) -> int:
@@ -184,6 +194,8 @@ async def test_what_was_not_heard_is_taken_out_of_the_context(here: Replica, mod
     submissions = check_prompts([here.stages], session, terms, said, caller, cuts=cuts)
     rebuilt = next(one for one in submissions if one.unit == last + 1)
     assert rebuilt.opened, "a new stream, never a patched one"
+    ahead = {one.stream for one in here.stages.thinker.opened_ahead}
+    assert (rebuilt.stream in ahead) == (mode != "off"), "made before its append came"
 
 
 async def test_a_truncation_stops_a_reply_that_is_under_way(here: Replica) -> None:
@@ -397,3 +409,53 @@ async def test_more_than_the_desk_holds_is_refused_by_name(here: Replica) -> Non
     assert caller.failures[-1].code is ErrorCode.INPUT_OVERFLOW
     pause.go.set()
     await caller.until_unit(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_stream_that_was_made_ready_before_a_cut_is_not_used(
+    here: Replica, there: Replica, mode: Mode
+) -> None:
+    """The next owner has followed up to the last unit; then the client takes it back, then the
+    session moves."""
+    session, terms = f"ready-{mode}", Terms(mode)
+    await here.open(session, terms, fence=1)
+    caller = Caller(session)
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    await there.registry.prepare(session, terms.manifest(), claim(fence=2))
+    turn = sounds(caller)[-1].turn
+    await caller.ask(TruncateReply(turn, 0, client_sequence=1))
+    order = HandOver(there.name, 2)
+    await here.registry.departures.hand_over(session, order, grace_s=0.0)
+    await caller.until(lambda event: isinstance(event, Closed))
+    opened = await caller.dial(there)
+    assert opened.client_sequence == 1
+    await caller.talk(last + 4)
+    check_events(caller)
+    assert caller.units[last].rebuild_cause == "truncation"
+    said = await tokens(here.ledger, session)
+    cut = dict.fromkeys({audio.unit for audio in sounds_of(caller, turn)}, LISTENS)
+    stages = [here.stages, there.stages]
+    check_prompts(stages, session, terms, said, caller, cuts={last + 1: cut})
+
+
+async def test_telemetry_says_why_prompt_and_epoch_are_new(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rebuilds: list[RebuildCause] = []
+    epochs: list[EpochCause] = []
+    monkeypatch.setattr(Metrics, "rebuild", lambda _, cause, ms: rebuilds.append(cause))
+    monkeypatch.setattr(Metrics, "epoch", lambda _, cause: epochs.append(cause))
+    await here.open("told", Terms("off"))
+    caller = Caller("told")
+    await caller.dial(here)
+    await in_mid_reply(caller)
+    before = len(epochs)
+    await caller.ask(TruncateReply(sounds(caller)[-1].turn, 0, client_sequence=1))
+    await in_mid_reply(caller)
+    assert rebuilds == [RebuildCause.TRUNCATION]
+    assert epochs[before] is EpochCause.BARGE_IN
+    assert EpochCause.BARGE_IN not in epochs[before + 1 :]
+    quality = here.registry.live["told"].quality
+    assert quality.last_rebuild is not None
+    assert quality.last_rebuild.cause == "truncation"

@@ -45,7 +45,8 @@ class Foreseen:
 
     def fits(self, planned: Planned, append_tokens: int) -> bool:
         """Whether the plan wants exactly the units and the text that were foreseen. append_tokens:
-        that the append reserves. Mode `off` names no units, so their length counts, too."""
+        that the append reserves. Mode `off` names no units: there the length tells whether
+        something was taken back meanwhile."""
         return (
             isinstance(planned.plan, Rebuild)
             and planned.window.units == self.window.units
@@ -64,13 +65,16 @@ class OpenedAhead:
 
 
 def foresee(facts: SessionFacts, after: Conversation) -> Foreseen | None:
-    """The slide that the next append brings, whatever it is; None where it may not bring one.
+    """The rebuild that the next append brings, whatever it is; None where it may not bring one.
 
-    It is sure when the shortest append slides already. How much it drops may still depend on its
-    length (mode `basic`): the last append's is taken for likely.
+    It is sure behind a truncation, and when the shortest append slides already. How much it drops
+    may still depend on its length (mode `basic`): the last append's is taken for likely. Mode `off`
+    has no rows at hand to render from.
     """
     if facts.policy.mode is WindowMode.OFF or after.seq == 0:
         return None
+    if after.prompt_changed:
+        return foresee_rebuild(facts, after, RebuildCause.TRUNCATION)
     shortest, _ = plan_after(facts, after, UNIT_APPEND_POSITIONS, None)
     if not isinstance(shortest, Rebuild):
         return None
@@ -123,8 +127,8 @@ class RebuildAhead:
         return self._taken_up is not None
 
     def start(self, after: Conversation) -> None:
-        """The unit of `after` is committed: open the next one's stream if it is sure to be needed
-        and there is a seat for it. Returns at once."""
+        """The unit of `after` is committed, or cut: open the next one's stream if it is sure to be
+        needed and there is a seat for it. Returns at once."""
         if not self._enabled or not self._stream.live or self._opening is not None:
             return
         foreseen = foresee(self._facts, after)
@@ -163,7 +167,7 @@ class RebuildAhead:
             with self._trace.rebuild(
                 after.seq + 1,
                 self._facts.policy.mode,
-                TracedCause(RebuildCause.SLIDE),
+                TracedCause(rebuild.cause),
                 rebuild.drop_units,
                 rebuild.dropped_tokens,
                 foreseen.history_tokens,

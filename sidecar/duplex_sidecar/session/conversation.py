@@ -51,8 +51,8 @@ class SentUnit(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
 
 
-SENT_UNITS_KEPT = 64
-"""A reply can be taken back as far as that; a player hardly holds more than a minute."""
+SENT_UNITS_KEPT = 32
+"""A reply can be taken back as far as that; a player hardly holds more than half a minute."""
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,8 +106,8 @@ class ReplyCutter:
         if cut.stops:
             self._speaker.stop()
         if cut.changed:
-            await self._thinker.prompt_changed()
             if self._facts.policy.mode is not WindowMode.OFF:
                 for unit in cut.changed:
                     self._retained.complete(unit)
+            await self._thinker.prompt_changed(cut.conversation)
         return cut.conversation, speech, events

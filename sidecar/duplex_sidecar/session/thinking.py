@@ -142,10 +142,11 @@ class ThinkerDriver:
         """The unit of `after` is durable: what the next one is sure to need may be made now."""
         self._ahead.start(after)
 
-    async def prompt_changed(self) -> None:
+    async def prompt_changed(self, after: Conversation) -> None:
         """Units that the stream holds were cut: what was made ahead of the next append is of no
-        use, and that append rebuilds."""
+        use, and that append rebuilds; ahead of it where that is possible."""
         await self._ahead.close()
+        self._ahead.start(after)
 
     async def repeat(
         self, after: Conversation, pending: UnitInput, token_ids: tuple[int, ...], watch: UnitWatch

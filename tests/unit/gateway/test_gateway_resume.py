@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duplex_gateway.held import HeldLimits, Room
-from duplex_gateway.resume import Pass, ResumeState
+from duplex_gateway.resume import KEPT_COMMANDS, Pass, ResumeState
 from duplex_gateway.wire import GATEWAY_ID_PREFIX, Facts, read_client_message
 
 pytestmark = pytest.mark.unit
@@ -625,3 +625,44 @@ def test_messages_that_nobody_can_read_pass_once() -> None:
         state.take(read_client_message(message))
     assert [state.next_message() for _ in rubbish] == list(rubbish)
     assert (state.next_message(), state.held_bytes) == (None, 0)
+
+
+def command(number: int, **more: Any) -> str:
+    return json.dumps({"type": "response.cancel", "client_sequence": number} | more)
+
+
+def applied(number: int, event_id: str) -> bytes:
+    return event(
+        "session.command_applied", client_event_id=event_id, duplex={"client_sequence": number}
+    )
+
+
+def test_a_numbered_command_is_said_to_each_owner_until_one_answers_it() -> None:
+    state = greeted()
+    say(state, command(1, event_id="mine"), command(2), append(bytes(20)))
+    first, second, _ = sent(state)
+    assert [first["client_sequence"], second["client_sequence"]] == [1, 2]
+    state.lose()
+    connect(state, 10, fence=2)
+    again = sent(state)
+    assert again == [first, second], "before anything new, under the same names"
+    verdict = state.hear(applied(1, first["event_id"]))
+    assert verdict.passing is Pass.FORWARD
+    assert json.loads(verdict.message)["client_event_id"] == "mine"
+    verdict = state.hear(refusal("response_cancel_not_active", second["event_id"]))
+    assert json.loads(verdict.message)["error"]["event_id"] is None
+    state.lose()
+    connect(state, 10, fence=3)
+    assert sent(state) == []
+    assert state.held_bytes == 0
+
+
+def test_commands_without_a_number_and_too_many_are_not_kept() -> None:
+    state = greeted()
+    say(state, '{"type":"response.cancel"}', command(1, event_id="x" * 500, more="x" * 5_000))
+    say(state, *(command(number) for number in range(10, 12 + KEPT_COMMANDS)))
+    assert len(sent(state)) == 4 + KEPT_COMMANDS
+    state.lose()
+    connect(state, 0)
+    kept = [message["client_sequence"] for message in sent(state)]
+    assert kept == list(range(12, 12 + KEPT_COMMANDS))

@@ -33,6 +33,13 @@ class Owner:
         self.write(self.chain(ScriptName.COMMIT, seq), now_ms)
         self.write(self.journal(seq, events), now_ms)
 
+    def cut(self, seq: int, events: int) -> None:
+        """A client's command behind that unit: an entry and its events in one write."""
+        first = self.last + 1
+        entry = self.chain(ScriptName.CUT, seq)
+        told = (first, first + events - 1)
+        self.write(PendingCall("s", entry.script, (), entry.arguments, entry.then, told), 0)
+
     def chain(self, script: ScriptName, seq: int, blob: bytes = b"") -> PendingCall:
         opened = seq if script is ScriptName.ACCEPT else None
         committed = seq - 1 if script is ScriptName.ACCEPT else seq
@@ -71,11 +78,16 @@ def meta(index: int, committed: int, last: int, name: str | None = None) -> Sess
     return parse_meta("s", {k.encode(): v.encode() for k, v in fields.items()})
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.data())
-def test_what_is_missing_is_sent_again_in_its_order(events: list[int], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8), st.data())
+def test_what_is_missing_is_sent_again_in_its_order(
+    events: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Events of each unit, and of a command behind it, if there is one."""
     owner = Owner()
-    for seq, count in enumerate(events, 1):
+    for seq, (count, told) in enumerate(events, 1):
         owner.unit(seq, count)
+        if told:
+            owner.cut(seq, told)
     cut = data.draw(st.integers(0, len(owner.calls) - 1))
     suffix = owner.recent.after(owner.stood[cut])
     assert suffix.standing is Standing.SHORT
