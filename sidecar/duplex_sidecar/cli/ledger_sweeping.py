@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.cli.places import default_cache_dir
+from duplex_sidecar.ledger.pending import PendingErasures, finish_erasures
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless
 
@@ -23,7 +25,7 @@ def sweep(
     yes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """List the ledgers that nobody has owned for a while, and erase those of sessions that do not
-    exist any more.
+    exist any more. Erasures that were ordered and could not be finished are finished first.
 
     Parameters
     ----------
@@ -44,6 +46,7 @@ def sweep(
 async def _sweep(url: str, min_idle_ms: int, existing: frozenset[str], *, erase: bool) -> int:
     ledger = await Ledger.connect(url)
     try:
+        await _finish(ledger, PendingErasures(default_cache_dir(), url))
         found = [
             one
             async for one in find_ownerless(ledger.reader, min_idle_ms)
@@ -55,6 +58,15 @@ async def _sweep(url: str, min_idle_ms: int, existing: frozenset[str], *, erase:
     finally:
         await ledger.close()
     return 0
+
+
+async def _finish(ledger: Ledger, pending: PendingErasures) -> None:
+    finished = await finish_erasures(ledger, pending)
+    begun = [session async for session in ledger.unfinished_erasures()]
+    for session in begun:
+        await ledger.erase(session)
+    if finished or begun:
+        print(f"finished {finished + len(begun)} erasures that were ordered before")
 
 
 def _show(found: list[Ownerless]) -> None:

@@ -162,6 +162,25 @@ class Connection:
                     raise LedgerUnavailable(call.session, reason, pending=call) from error
         raise AssertionError("unreachable")
 
+    async def repeat_for_all_replicas(self, call: PendingCall) -> None:
+        """Run a script again that changes nothing the second time; returns when every replica that
+        is connected has it. Raises `LedgerUnavailable` when one does not say so in time."""
+        node = self._nodes.holding(call.keys[0])
+        info = (await self._read(call.session, (("INFO", "replication"),), node))[0]
+        replicas = int(cast(Info, info).get("connected_slaves", 0))
+        if not replicas:
+            return
+        wait = pack(("WAIT", replicas, round(self._call_timeout_s * 500)))
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                _, have = await self._send(_packed(call) + wait, node, 2)
+            raise_if_cancelled()
+        except _ERRORS as error:
+            raise self._refusal(call.session, error, call.keys[0]) from error
+        if int(cast(int, have)) < replicas:
+            text = f"{have} of {replicas} replicas have confirmed {call.script}"
+            raise LedgerUnavailable(call.session, text)
+
     async def _find_again(self, action: Action) -> None:
         """After a refusal or no answer: where the key's server may be now. What cannot be found is
         looked for again by the next call."""
@@ -173,16 +192,7 @@ class Connection:
         raise_if_cancelled()
 
     async def _evalsha(self, call: PendingCall) -> Reply:
-        key = call.keys[0]
-        command = pack(
-            (
-                "EVALSHA",
-                scripts.sha1(call.script),
-                len(call.keys),
-                *call.keys,
-                *call.arguments,
-            )
-        )
+        key, command = call.keys[0], _packed(call)
         async with asyncio.timeout(self._call_timeout_s):
             try:
                 return await self._confirmed(command, key)
@@ -346,6 +356,11 @@ class Connection:
                 node = self._nodes.holding(key_of(commands[0]))
             else:
                 return [_checked(session, *pair) for pair in zip(commands, answers, strict=True)]
+
+
+def _packed(call: PendingCall) -> bytes:
+    number = len(call.keys)
+    return pack(("EVALSHA", scripts.sha1(call.script), number, *call.keys, *call.arguments))
 
 
 def pack(words: Command) -> bytes:
