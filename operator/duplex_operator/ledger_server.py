@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import parse_url
 from redis.asyncio.sentinel import Sentinel
 
-from duplex_api.ledger_address import SentinelAddress, parse_address
+from duplex_api.ledger_address import ClusterAddress, SentinelAddress, parse_address
 
 _OPTIONS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
 
@@ -33,6 +33,8 @@ def read_address(url: str) -> str | SentinelAddress:
     address = parse_address(url)
     if isinstance(address, SentinelAddress):
         return address
+    if isinstance(address, ClusterAddress):
+        raise ValueError("the operator serves no ledger on a Redis Cluster")
     try:
         parse_url(url)
     except ValueError:

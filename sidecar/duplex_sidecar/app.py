@@ -33,6 +33,7 @@ from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.ledger.errors import LedgerUnavailable
+from duplex_sidecar.ledger.pending import PendingErasures, keep_finishing_erasures
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError
 from duplex_sidecar.protocol.errors import ErrorCode as Code
@@ -89,13 +90,14 @@ class Sidecar:
         self.feed = Feed(self.roster, self.hello)
         self.sessions: SessionRegistry | None = None
         self.ledger: Ledger | None = None
-        self._reconciling: asyncio.Task[None] | None = None
+        self._background: tuple[asyncio.Task[None], ...] = ()
 
     async def start(self) -> None:
         """Connect the ledger and start the stages side by side. Raises StageStartError,
         LedgerUnsuitable; waits for a ledger that is not there yet."""
         ledger, _ = await asyncio.gather(self._connect_ledger(), self.supervisor.start())
         self.ledger = ledger
+        pending = PendingErasures(Path(self.settings.cache_dir), self.settings.redis_url)
         assembly = Assembly(
             model=self.model,
             stages=self._stages(),
@@ -114,9 +116,13 @@ class Sidecar:
             self.roster,
             lambda: self.problem is None,
             placed=bool(self.settings.pod_uid),
+            keep_erasure=pending.add,
         )
         reconciler = Reconciler(assembly.stages, self.roster.ids)
-        self._reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
+        self._background = (
+            asyncio.create_task(reconciler.run(), name="reconciler"),
+            asyncio.create_task(keep_finishing_erasures(ledger, pending), name="erasures"),
+        )
         log.info(
             "ready", extra={"fields": {"seconds": round(time.monotonic() - self.started_at, 1)}}
         )
@@ -131,9 +137,9 @@ class Sidecar:
 
     async def stop(self) -> None:
         """Let go of the sessions (their ledgers stay open), then end the stages."""
-        if self._reconciling is not None:
-            self._reconciling.cancel()
-            await asyncio.gather(self._reconciling, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self.sessions is not None:
             await self.sessions.close()
         await self.supervisor.stop()

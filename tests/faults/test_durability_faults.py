@@ -75,13 +75,15 @@ async def world(
     short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=100)
     async with (
         Doors().open() as doors,
-        World(doors, place.url, tmp_path, f"{fault}-{place.durability}") as world,
+        World(
+            doors,
+            place.url,
+            tmp_path,
+            f"{fault}-{place.durability}",
+            durability=place.durability,
+        ) as world,
     ):
         yield world
-
-
-async def start(world: World, place: Site) -> Member:
-    return await world.start(durability=place.durability, call_timeout_ms=CALL_TIMEOUT_MS)
 
 
 async def talk_into_the_fault(world: World, place: Site, person: Person, here: Member) -> int:
@@ -121,7 +123,7 @@ async def test_what_is_lost_is_what_the_durability_permits(
 ) -> None:
     session = world.name
     person = Person(world, session)
-    here = await start(world, place)
+    here = await world.start(call_timeout_ms=CALL_TIMEOUT_MS)
     await world.open_session(here, session, TERMS)
     told = await talk_into_the_fault(world, place, person, here)
     cut_bytes = await asyncio.to_thread(place.strike)
@@ -146,7 +148,7 @@ async def test_what_is_lost_is_what_the_durability_permits(
         assert left is not None
         assert left >= told
     await world.bury(here)
-    await go_on(world, place, person, here, left)
+    await go_on(world, person, here, left)
     if durability not in PERMITTED[fault]:
         await world.finish(session)
         kept = world.observer.write(tmp_path / f"{session}.jsonl")
@@ -165,7 +167,7 @@ async def go_on(world: World, place: Site, person: Person, lost: Member, left: i
     """A successor takes the session up, or says that there is none. A client that has seen what is
     gone is told so before anything else."""
     seen = person.last_sequence
-    heir = await start(world, place)
+    heir = await world.start(call_timeout_ms=CALL_TIMEOUT_MS)
     world.declare_dead(lost, heir)
     async with asyncio.timeout(30):
         while person.ended is None:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from support.valkeys import primary_and_replica
 from duplex_sidecar.history.verdict import Minimums, Report, Rule
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.server import Durability
-from duplex_sidecar.ledger.store import LedgerOptions
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
-import session_kit
 from support import mutants, scenes
 from support.histories import Doors, World, short_leases
 
@@ -119,8 +116,6 @@ async def test_a_product_built_wrong_is_caught(
 ) -> None:
     short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=RENEW_MS)
     name = mutant.patch.__name__
-    options = partial(LedgerOptions, durability=mutant.durability)
-    monkeypatch.setattr(session_kit, "LedgerOptions", options)
     # A machine that stands still for a second lets frames out late: judged where it is the subject.
     judges_lease = mutant.caught_by is Rule.SPOKE_WITHOUT_LEASE
     lease = {"lease_ms": LEASE_MS, "margin_ms": MARGIN_MS} if judges_lease else {}
@@ -129,7 +124,8 @@ async def test_a_product_built_wrong_is_caught(
         url = request.getfixturevalue("pair_url")
 
     async def judged(session: str) -> Report:
-        async with World(doors, url, tmp_path, session, **lease) as world:
+        world = World(doors, url, tmp_path, session, durability=mutant.durability, **lease)
+        async with world:
             async with asyncio.timeout(SCENE_S):
                 await mutant.scene(world, session)
             await world.finish(session)

@@ -370,7 +370,7 @@ async def test_a_state_that_cannot_be_read_is_said_and_kept(
 
 
 def here_url(here: Replica) -> str:
-    pool = here.ledger._connection._redis.connection_pool
+    pool = here.ledger._connection._nodes.holding("").pool
     return f"unix://{pool.connection_kwargs['path']}"
 
 

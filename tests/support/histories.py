@@ -33,6 +33,7 @@ from duplex_sidecar.ledger import lease, store
 from duplex_sidecar.ledger.errors import LedgerError
 from duplex_sidecar.ledger.export import export_lines
 from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.port import Attachment
@@ -148,6 +149,7 @@ class World:
         margin_ms: int = 0,
         model: ServedModel = MODEL,
         make_stages: MakeStages = fake_stages,
+        durability: Durability = Durability.MEMORY,
     ) -> None:
         """make_stages: what a replica stands on; called for each when its predecessors are gone."""
         self.name = name
@@ -164,6 +166,7 @@ class World:
         self._folder = folder
         self._model = model
         self._make_stages = make_stages
+        self._durability = durability
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
         self._stages: list[tuple[str, Stages]] = []
 
@@ -213,7 +216,14 @@ class World:
         mark = _OF.set(name)  # of the replica alone: its proxy is not part of its process
         try:
             here = await stack.enter_async_context(
-                replica(proxy.url, name, model=self._model, stages=stages, **options)
+                replica(
+                    proxy.url,
+                    name,
+                    model=self._model,
+                    stages=stages,
+                    durability=self._durability,
+                    **options,
+                )
             )
         finally:
             _OF.reset(mark)

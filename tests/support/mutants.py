@@ -171,16 +171,17 @@ def wait_elsewhere(patch: Patch) -> None:
     """The confirmation of the replicas is asked for on another connection than the write's."""
     confirmed = Connection._confirmed
 
-    async def elsewhere(self: Connection, command: bytes) -> Any:
+    async def elsewhere(self: Connection, command: bytes, key: str) -> Any:
         if not self._wait:
-            return await confirmed(self, command)
-        other = await self._pool.get_connection()
+            return await confirmed(self, command, key)
+        node = self._nodes.holding(key)
+        other = await node.pool.get_connection()
         try:
-            answer = (await self._send(command))[0]
+            answer = (await self._send(command, node))[0]
             await other.send_packed_command(self._wait)
             await other.read_response()
         finally:
-            await self._pool.release(other)
+            await node.pool.release(other)
         return answer
 
     patch.setattr(Connection, "_confirmed", elsewhere)

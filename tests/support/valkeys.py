@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from duplex_sidecar.ledger.embedded import server_binary
 
 START_S = 15.0
+SLOTS = 16_384
 
 
 class ValkeyProcess:
@@ -103,6 +104,40 @@ def primary_and_replica(folder: Path) -> Generator[tuple[ValkeyProcess, ValkeyPr
         replica.kill()
         primary.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def cluster_of_three(folder: Path) -> Generator[list[ValkeyProcess]]:
+    """Three nodes of one cluster, each with a third of the slots."""
+    nodes: list[ValkeyProcess] = []
+    bus_ports: list[int] = []
+    try:
+        for number in range(3):
+            bus_ports.append(free_port())
+            bus = ("--cluster-enabled", "yes", "--cluster-port", str(bus_ports[-1]))
+            node = ValkeyProcess(folder / str(number), *bus, "--cluster-node-timeout", "5000")
+            nodes.append(node)
+            node.start()
+        for number, node in enumerate(nodes):
+            with node.client as client:
+                first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+                if number:
+                    meet = ("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, bus_ports[0])
+                    client.execute_command(*meet)
+        wait_until(lambda: all(_knows_all(node) for node in nodes))
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _knows_all(node: ValkeyProcess) -> bool:
+    with node.client as client:
+        info = client.cluster("info")
+        return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
 
 
 def connected_replicas(primary: ValkeyProcess) -> int:

@@ -16,9 +16,11 @@ from duplex_sidecar.cli import ledger_sweeping as sweeping
 from duplex_sidecar.cli.inputs import Count, Duration, InputFile, OutputPath, os_error_text
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.output import written
+from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.keys import session_keys
+from duplex_sidecar.ledger.pending import PendingErasures
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.records import Committed
 from duplex_sidecar.ledger.server import Durability
@@ -144,6 +146,8 @@ def _show(loaded: LoadedSession, last: int) -> int:
 async def _erase(url: str, session: str, patience_s: float, durability: Durability) -> int:
     session_keys(session)  # a wrong name is told before any waiting
     options = LedgerOptions(durability=durability)
+    pending = PendingErasures(default_cache_dir(), url)
+    pending.add(session)
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -154,11 +158,13 @@ async def _erase(url: str, session: str, patience_s: float, durability: Durabili
                 await ledger.close()
         except LedgerUnavailable as error:
             if time.monotonic() > until:
-                text = f"session {session} may be there still, erase it again: {error.reason}"
-                print(text, file=sys.stderr)
+                text = f"session {session} may be there still: {error.reason}"
+                later = "a sidecar here, or `duplex ledger sweep`, erases it when it can"
+                print(f"{text}; {later}", file=sys.stderr)
                 return 2
             await asyncio.sleep(RETRY_EVERY_S)
         else:
+            pending.done(session)
             print(f"erased {keys} keys of session {session}")
             return 0
 

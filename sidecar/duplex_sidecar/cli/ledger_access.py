@@ -16,7 +16,7 @@ Url = Annotated[
     Parameter(
         name="--url",
         env_var="DUPLEX_LEDGER_URL",
-        help="Redis or Valkey: redis://, rediss://, unix:// or redis+sentinel://host/service",
+        help="Redis or Valkey: redis://, unix://, redis+sentinel://host/service, redis+cluster://host",
     ),
 ]
 

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from duplex_sidecar.cli.inputs import Duration, InputFile
 from duplex_sidecar.cli.ledger_access import Url, guarded
+from duplex_sidecar.cli.places import default_cache_dir
+from duplex_sidecar.ledger.pending import PendingErasures, finish_erasures
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless
 
@@ -25,7 +27,7 @@ def sweep(
     yes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """List the ledgers that nobody has owned for a while, and erase those of sessions that do not
-    exist any more.
+    exist any more. Erasures that were ordered and could not be finished are finished first.
 
     Parameters
     ----------
@@ -46,6 +48,7 @@ async def _sweep(url: str, min_idle_ms: int, keep: Path | None, *, erase: bool) 
     existing = await asyncio.to_thread(_names_in, keep)
     ledger = await Ledger.connect(url)
     try:
+        await _finish(ledger, PendingErasures(default_cache_dir(), url))
         found = [
             one
             async for one in find_ownerless(ledger.reader, min_idle_ms)
@@ -66,6 +69,15 @@ def _names_in(keep: Path | None) -> frozenset[str]:
         return frozenset(keep.read_text().split())
     except UnicodeDecodeError:
         raise ValueError(f"{keep}: is no text") from None
+
+
+async def _finish(ledger: Ledger, pending: PendingErasures) -> None:
+    finished = await finish_erasures(ledger, pending)
+    begun = [session async for session in ledger.unfinished_erasures()]
+    for session in begun:
+        await ledger.erase(session)
+    if finished or begun:
+        print(f"finished {finished + len(begun)} erasures that were ordered before")
 
 
 def _show(found: list[Ownerless]) -> None:

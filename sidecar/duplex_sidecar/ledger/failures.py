@@ -7,7 +7,8 @@
 | LOADING, BUSY, MASTERDOWN, TRYAGAIN, CLUSTERDOWN, MISCONF, NOREPLICAS | no | later |
 | READONLY | no | the connections are dropped, so that the primary is looked for again; later |
 | OOM | no | `ServerFull`: an owner waits and keeps its lease, a new session is refused |
-| MOVED, ASK, CROSSSLOT | no | refused: this address does not lead to all of the ledger |
+| MOVED, ASK | no | sent where they point; refused where the address is of one node alone |
+| CROSSSLOT | no | refused: this address does not lead to all of the ledger |
 | NOAUTH, WRONGPASS, NOPERM | no | refused: the user lacks rights |
 | WRONGTYPE | no | this session's ledger is corrupt |
 | anything else | no | an error of this ledger |
@@ -105,7 +106,7 @@ def refusal(session: str, error: Exception, key: str = "") -> LedgerError:
         case Action.MAKE_ROOM:
             return ServerFull(session, "server has reached its memory limit")
         case Action.WRONG_ADDRESS:
-            text = "the address leads to one node of a cluster of several, which is not served"
+            text = "the address is of one node of a cluster of several: name it redis+cluster://"
             return LedgerUnsuitable(session, f"{text}: {words}")
         case Action.NO_RIGHTS:
             return LedgerUnsuitable(session, f"server refuses this user: {words}")

@@ -1,5 +1,6 @@
 """Pools of connections to the ledger's server. With Sentinels each new connection asks them for the
-primary first, so a pool whose connections were dropped finds the new one by itself."""
+primary first, so a pool whose connections were dropped finds the new one by itself. The nodes of a
+cluster have a pool each (`ledger.nodes`)."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,15 +10,45 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from duplex_api.ledger_address import SentinelAddress, parse_address
+from duplex_api.ledger_address import ClusterAddress, SentinelAddress
 
 FindPrimary = Callable[[], Awaitable[tuple[str, int]]]
 
 
-def make_pool(url: str, *, connections: int, timeout_s: float) -> BlockingConnectionPool:
+def make_pool(
+    address: str | SentinelAddress, *, connections: int, timeout_s: float
+) -> BlockingConnectionPool:
     """Connects nowhere yet. timeout_s: of a connection, a wait for a free one, and of each question
     to a Sentinel. Raises ValueError."""
-    options: dict[str, Any] = {
+    options = _options(connections, timeout_s)
+    if isinstance(address, str):
+        return BlockingConnectionPool.from_url(address, **options)
+    return BlockingConnectionPool(
+        connection_class=_TlsPrimary if address.tls else _Primary,
+        find_primary=_finder(address, timeout_s),
+        db=address.database,
+        username=address.username or None,
+        password=address.password or None,
+        **options,
+    )
+
+
+def node_pool(
+    address: ClusterAddress, host: str, port: int, *, connections: int, timeout_s: float
+) -> BlockingConnectionPool:
+    """Of one node of that cluster."""
+    return BlockingConnectionPool(
+        connection_class=SSLConnection if address.tls else Connection,
+        host=host,
+        port=port,
+        username=address.username or None,
+        password=address.password or None,
+        **_options(connections, timeout_s),
+    )
+
+
+def _options(connections: int, timeout_s: float) -> dict[str, Any]:
+    return {
         "max_connections": connections,
         "timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
@@ -27,17 +58,6 @@ def make_pool(url: str, *, connections: int, timeout_s: float) -> BlockingConnec
         "client_name": "duplex",
         "driver_info": None,
     }
-    address = parse_address(url)
-    if isinstance(address, str):
-        return BlockingConnectionPool.from_url(address, **options)
-    login = {"username": address.username or None, "password": address.password or None}
-    return BlockingConnectionPool(
-        connection_class=_TlsPrimary if address.tls else _Primary,
-        find_primary=_finder(address, timeout_s),
-        db=address.database,
-        **login,
-        **options,
-    )
 
 
 def _finder(address: SentinelAddress, timeout_s: float) -> FindPrimary:

@@ -79,16 +79,10 @@ class LedgerReader:
 
     async def sessions(self) -> AsyncIterator[str]:
         """Ids of all sessions, tombstones too, in no order."""
-        cursor = b"0"
-        while True:
-            command: Command = ("SCAN", cursor, "MATCH", META_PATTERN, "COUNT", 500)
-            cursor, names = await self._connection.read("", command)
-            for name in cast("list[bytes]", names):
-                session = session_of(name.decode(errors="replace"))
-                if session is not None:
-                    yield session
-            if int(cursor) == 0:
-                return
+        async for name in self._connection.scan(META_PATTERN):
+            session = session_of(name.decode(errors="replace"))
+            if session is not None:
+                yield session
 
     async def load(self, session: str) -> LoadedSession:
         """The whole session, chain and blobs checked.

@@ -6,6 +6,7 @@ before each event leaves.
 """
 
 import secrets
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -15,7 +16,7 @@ from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
 from duplex_sidecar.ledger.carry import archive_session, import_session
 from duplex_sidecar.ledger.client_calls import Cut, Played, client_call, cut_call
 from duplex_sidecar.ledger.connection import Connection, Reply
-from duplex_sidecar.ledger.erase import erase_session
+from duplex_sidecar.ledger.erase import erase_session, unfinished_erasures
 from duplex_sidecar.ledger.journal import (
     MAX_JOURNAL_AGE_MS,
     MAX_JOURNAL_BYTES,
@@ -237,6 +238,10 @@ class Ledger:
     async def erase(self, session: str) -> int:
         """Leave a tombstone and drop everything else; see `erase.erase_session`."""
         return await erase_session(self._connection, session)
+
+    def unfinished_erasures(self) -> AsyncIterator[str]:
+        """Sessions that have to be erased again; see `erase.unfinished_erasures`."""
+        return unfinished_erasures(self._connection)
 
     # --- the chain ------------------------------------------------------------------------------
 

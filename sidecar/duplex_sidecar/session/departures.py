@@ -2,9 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
-from duplex_sidecar.ledger.errors import LeaseHeld, SessionEnded, SessionErased
+from duplex_sidecar.ledger.errors import (
+    LeaseHeld,
+    LedgerUnavailable,
+    SessionEnded,
+    SessionErased,
+)
 from duplex_sidecar.ledger.records import ClosedDraft
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger
@@ -30,8 +36,15 @@ PARK_UNIT_S = 3.0
 
 class Departures:
     def __init__(
-        self, roster: Roster, ledger: Ledger, owners: Owners, turnstile: Turnstile
+        self,
+        roster: Roster,
+        ledger: Ledger,
+        owners: Owners,
+        turnstile: Turnstile,
+        keep_erasure: Callable[[str], None],
     ) -> None:
+        """keep_erasure: notes an erasure that is not possible now, for later."""
+        self._keep_erasure = keep_erasure
         self._roster = roster
         self._ledger = ledger
         self._owners = owners
@@ -162,10 +175,14 @@ class Departures:
 
     async def erase(self, session: str) -> None:
         """Tombstone first, then whoever runs it here is told. May be repeated. Raises ClientError
-        while the ledger is away."""
+        while the ledger is away: then it is done as soon as that is back, whoever runs by then."""
         async with self._turnstile.only_caller(session):
             with typed_refusals(), self._owners.metrics.timed_ledger_call(LedgerCall.ERASE):
-                await self._ledger.erase(session)
+                try:
+                    await self._ledger.erase(session)
+                except LedgerUnavailable:
+                    self._keep_erasure(session)
+                    raise
             entry = self._roster.live.get(session)
             if entry is not None:
                 await entry.actor.drop_erased()

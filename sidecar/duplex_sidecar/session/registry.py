@@ -73,8 +73,10 @@ class SessionRegistry:
         ready: Callable[[], bool],
         *,
         placed: bool = False,
+        keep_erasure: Callable[[str], None] = lambda session: None,
     ) -> None:
-        """placed: an operator says which sessions run here; a dial takes up none."""
+        """placed: an operator says which sessions run here; a dial takes up none. keep_erasure: see
+        `Departures`."""
         self._assembly = assembly
         self._ledger = ledger
         self._ready = ready
@@ -84,7 +86,7 @@ class SessionRegistry:
         self._closed = False
         self.roster = roster
         self._standing_by = StandingBy(ledger, roster, self._take_over)
-        self.departures = Departures(roster, ledger, self._owners, self._turnstile)
+        self.departures = Departures(roster, ledger, self._owners, self._turnstile, keep_erasure)
 
     @property
     def live(self) -> dict[str, SessionActor]:

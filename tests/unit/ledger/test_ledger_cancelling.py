@@ -8,6 +8,7 @@ from redis.asyncio import BlockingConnectionPool
 
 from duplex_sidecar.ledger.call import PendingCall, ScriptName
 from duplex_sidecar.ledger.connection import Connection
+from duplex_sidecar.ledger.nodes import OneServer
 
 pytestmark = pytest.mark.unit
 
@@ -58,8 +59,8 @@ async def test_a_loop_over_the_ledger_ends_when_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch, what: str, error: Exception | None
 ) -> None:
     server = Swallowing(error)
-    monkeypatch.setattr("duplex_sidecar.ledger.connection.Redis", lambda **_: server)
-    connection = Connection(cast("BlockingConnectionPool", server), 5_000, 5_000)
+    monkeypatch.setattr("duplex_sidecar.ledger.nodes.Redis", lambda **_: server)
+    connection = Connection(OneServer(cast("BlockingConnectionPool", server)), 5_000, 5_000)
 
     async def loop() -> None:
         while True:

@@ -6,7 +6,12 @@ import pytest
 from redis import exceptions
 from redis._parsers.base import BaseParser
 
-from duplex_api.ledger_address import SentinelAddress, parse_address, without_login
+from duplex_api.ledger_address import (
+    ClusterAddress,
+    SentinelAddress,
+    parse_address,
+    without_login,
+)
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.errors import (
     LedgerCorrupt,
@@ -145,8 +150,21 @@ def test_sentinels_are_named_with_their_service() -> None:
      "secret@a/main?db=1", "secret@a,/main", "secret@a:70000/main"],
 )  # fmt: skip
 def test_a_wrong_address_is_refused_without_its_password(rest: str) -> None:
-    with pytest.raises(ValueError, match="Sentinel") as error:
+    with pytest.raises(ValueError, match=r"Sentinel|ledger address") as error:
         parse_address(f"redis+sentinel://{rest}")
+    assert "secret" not in str(error.value)
+
+
+def test_an_address_of_a_cluster_names_some_of_its_nodes() -> None:
+    address = parse_address("rediss+cluster://duplex:p%40ss@a,b:7001,[::1]:7002")
+    nodes = (("a", 6379), ("b", 7001), ("::1", 7002))
+    assert address == ClusterAddress(nodes, "duplex", "p@ss", tls=True)
+
+
+@pytest.mark.parametrize("rest", ["", "u:secret@", "secret/0", "h?secret=1", "secret:x", "h,:1"])
+def test_a_wrong_address_of_a_cluster_is_refused(rest: str) -> None:
+    with pytest.raises(ValueError, match="address") as error:
+        parse_address(f"redis+cluster://{rest}")
     assert "secret" not in str(error.value)
 
 
