@@ -53,7 +53,7 @@ def parse_address(url: str) -> str | SentinelAddress | ClusterAddress:
     scheme, separator, _ = url.partition("://")
     try:
         parts = urlsplit(url)
-        if not separator or scheme not in (*_ONE_SERVER, *_SENTINEL):
+        if not separator or scheme not in (*_ONE_SERVER, *_SENTINEL, *_CLUSTER):
             raise ValueError(BAD_ADDRESS)
         if scheme in _ONE_SERVER:
             _ = parts.port  # raises ValueError where it is no port

@@ -18,6 +18,7 @@ from duplex_sidecar.cli.inputs import (
     CheckpointPath,
     Factor,
     InputFile,
+    InputFolder,
     LedgerUrl,
     OutputPath,
     os_error_text,
@@ -48,7 +49,7 @@ def run(
     checkpoint: CheckpointPath | None = None,
     redis_url: LedgerUrl | None = None,
     contract_tape: OutputPath | None = None,
-    voices_dir: Path | None = None,
+    voices_dir: InputFolder | None = None,
 ) -> int:
     """Open the session of a manifest on a sidecar of its own and stream a recording to it.
 

@@ -15,6 +15,7 @@ from duplex_sidecar.checkpoint.voice_format import (
     VOICE_NAME,
     VOICE_SUFFIX,
 )
+from duplex_sidecar.cli.inputs import CheckpointPath, Duration, InputFile, OutputPath
 from duplex_sidecar.cli.places import default_checkpoint
 from duplex_sidecar.voices.errors import VoiceError
 
@@ -26,12 +27,12 @@ EXIT_FAILED = 2
 
 @app.command
 def make(
-    clip: Path,
+    clip: InputFile,
     *,
-    checkpoint: Path | None = None,
-    output: Annotated[Path, Parameter(name=["--output", "-o"])],
-    start_s: float = 0.0,
-    length_s: float | None = None,
+    checkpoint: CheckpointPath | None = None,
+    output: Annotated[OutputPath, Parameter(name=["--output", "-o"])],
+    start_s: Duration = 0.0,
+    length_s: Duration | None = None,
 ) -> int:
     """Make a voice file of somebody's speech, for one checkpoint; the same clip, the same file.
 
@@ -42,8 +43,7 @@ def make(
     Parameters
     ----------
     clip
-        Any audio file: 1 to 30 s, 8 to 192 kHz, mixed to mono. The reply's voice is made of its
-        first 6 s; the model hears all of it, at 10 positions of its window a second.
+        Any audio file of 1 to 30 s: the voice is of its first 6 s, the model hears all of it.
     checkpoint
         Checkpoint folder with the reference front end in `assets/token2wav`. Default: the tiny one.
     output
@@ -78,7 +78,7 @@ def make(
 
 
 @app.command
-def show(file: Path, *, checkpoint: Path | None = None) -> int:
+def show(file: InputFile, *, checkpoint: CheckpointPath | None = None) -> int:
     """Print what a voice file holds; nothing of its sound. The exit status is 2 for a file that is
     none, or that does not fit the checkpoint.
 
