@@ -30,6 +30,7 @@ SCENES = (
     scenes.slow_ledger,
     scenes.interrupted,
     scenes.interrupted_death,
+    scenes.lost_replies_to_a_cut,
 )
 
 
@@ -58,5 +59,5 @@ async def test_the_files_of_all_scenes_hold(
                 await world.finish(session)
             files.append(world.observer.write(tmp_path / f"{session}.jsonl"))
             last_run.add("scenes", [world.report()])
-    status = check(*files, zombies=2, redos=1, resends=2, takeovers=4)
+    status = check(*files, zombies=2, redos=1, resends=3, takeovers=4)
     assert status == 0, capsys.readouterr().out

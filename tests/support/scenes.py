@@ -121,14 +121,15 @@ async def late_arrival(world: World, session: str) -> None:
 
 
 class LostReplies(Plan):
-    """The replies to the accept of unit 6 are lost, again and again."""
+    """The replies to one write are lost, again and again."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, name: str, nth: int) -> None:
         self._times = times
+        self._write = (name, nth)
         self._operation: str | None = None
 
     async def after(self, command: Seen) -> Deed:
-        if (command.facts.name, command.nth) == ("accept", 6):
+        if (command.facts.name, command.nth) == self._write:
             self._operation = command.facts.operation
         if command.facts.operation is None or command.facts.operation != self._operation:
             return Deed.PASS
@@ -138,7 +139,7 @@ class LostReplies(Plan):
 
 async def lost_replies(world: World, session: str) -> None:
     here = await world.start()
-    here.proxy.plan = LostReplies(5)
+    here.proxy.plan = LostReplies(5, "accept", 6)
     await converse(world, Person(world, session), TERMS, UNITS, first=here)
 
 
@@ -226,4 +227,11 @@ async def interrupted_death(world: World, session: str) -> None:
     """The owner dies with a command applied that nobody was told of; the client says it again."""
     here = await world.start()
     here.proxy.plan = DyingAtCut(world, here)
+    await converse(world, Interrupter(world, session), TERMS, UNITS, first=here)
+
+
+async def lost_replies_to_a_cut(world: World, session: str) -> None:
+    """A truncation is done, and the owner does not know for a while."""
+    here = await world.start()
+    here.proxy.plan = LostReplies(5, "cut", 1)
     await converse(world, Interrupter(world, session), TERMS, UNITS, first=here)
