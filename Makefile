@@ -10,7 +10,7 @@ ENGINE ?= cpu
 PYTHON := .venv/bin/python
 
 .PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down \
-  bench-cluster test-cluster demo-cluster
+  bench-cluster bench-operator test-cluster demo-cluster
 
 help: ## what can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,8 +51,11 @@ cluster-up: env ## a real Kubernetes cluster of two nodes on this machine (root;
 cluster-down: env ## ends it; only the cache of binaries and images stays
 	@$(PYTHON) -m scripts.cluster down
 
-bench-cluster: env ## times of a release on that cluster, as JSON with conditions
+bench-cluster: env bench-operator ## times of the operator, then of a release on that cluster, as JSON with conditions
 	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_cluster
+
+bench-operator: env ## of the operator alone, on an API server without nodes (BENCH="--quick start" for a part)
+	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_operator $(BENCH)
 
 test-cluster: env ## all of the tier that needs that cluster, or the one of KUBECONFIG
 	@$(PYTHON) -m scripts.run_tests cluster

@@ -10,16 +10,17 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 import aiohttp
 import kopf
 import msgspec
 
 from duplex_api.constants import API_GROUP, API_VERSION_NAME, POOL_PLURAL, SESSION_PLURAL
+from duplex_operator.lines import LineTooLongError, lines_of
 from duplex_operator.names import FIELD_MANAGER
 from duplex_operator.objects import ObjectKey, RawObject
 
@@ -31,7 +32,15 @@ ATTEMPTS = 4
 LONGEST_RETRY_AFTER_S = 10.0
 LONGEST_MESSAGE = 1024
 LIST_PAGE = 500
+WATCH_S = 300
+"""The API server ends a watch then; somewhat later where it is one of many."""
+WATCH_SILENCE_S = 90.0
+"""Bookmarks come every minute: a watch without a word for so long is begun anew."""
+MOST_WATCH_BYTES = 16 * 1_048_576
 REQUESTS_AT_ONCE = 48
+TLS_CLOSE_S = 0.25
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +107,19 @@ class EventType(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    items: tuple[RawObject, ...]
+class Listing(Generic[_Item]):
+    """version: of the whole list."""
+
+    items: tuple[_Item, ...]
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """type: ADDED, MODIFIED, DELETED, or BOOKMARK, whose object has a resourceVersion alone."""
+
+    type: str
+    object: RawObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +175,78 @@ class KubernetesApi:
         if self._session is not None:
             await self._session.close()
             self._session = None
+            # Nobody waits for the end of TLS of a connection whose call was cancelled.
+            await asyncio.sleep(TLS_CLOSE_S)
 
     async def get(self, resource: Resource, key: ObjectKey) -> RawObject:
         """Raises MissingError."""
         return await self._call("get", resource, resource.path(key.namespace, key.name))
 
-    async def list(self, resource: Resource, namespace: str = "", *, selector: str = "") -> Listing:
-        """Every object of the selection, in pages. A page token that ran out starts over."""
+    @overload
+    async def list(
+        self, resource: Resource, namespace: str = "", *, selector: str = ""
+    ) -> Listing[RawObject]: ...
+
+    @overload
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str = "",
+        *,
+        selector: str = "",
+        read: Callable[[RawObject], _Item],
+    ) -> Listing[_Item]: ...
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str = "",
+        *,
+        selector: str = "",
+        read: Callable[[RawObject], Any] = lambda raw: raw,
+    ) -> Listing[Any]:
+        """Every object of the selection, in pages. A page token that ran out starts over. read: of
+        each object as its page comes, so that thousands of raw ones are never held together."""
         for _ in range(ATTEMPTS):
             try:
-                return await self._list_pages(resource, namespace, selector)
+                return await self._list_pages(resource, namespace, selector, read)
             except MissingError as error:
                 if error.status != 410:
                     raise
         raise UnavailableError(410, "Expired", f"the list of {resource.plural} kept expiring")
+
+    async def watch(
+        self, resource: Resource, namespace: str, version: str, *, selector: str = ""
+    ) -> AsyncGenerator[WatchEvent | None]:
+        """Changes after `version`, until the API server ends the watch, which is usual. The first
+        is None: the watch stands. Raises MissingError 410 where the server does not remember that
+        version, UnavailableError when the connection breaks, RefusedError."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_S + random.randrange(WATCH_S // 5)),
+        } | ({"labelSelector": selector} if selector else {})
+        self.requests[f"watch {resource.plural}"] += 1
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=REQUEST_TIMEOUT_S, sock_read=WATCH_SILENCE_S
+        )
+        path = resource.path(namespace)
+        try:
+            async with self._opened().get(path, params=query, timeout=timeout) as answer:
+                if answer.status != 200:
+                    failure = _failure(answer.status, await answer.content.read(MOST_WATCH_BYTES))
+                    raise await self._reconnected(failure)
+                try:
+                    yield None
+                    async for line in lines_of(answer.content, MOST_WATCH_BYTES):
+                        yield _watch_event(line)
+                finally:
+                    # In mid-stream nobody waits for the end of TLS.
+                    if answer.connection is not None and answer.connection.transport is not None:
+                        answer.connection.transport.abort()
+        except (aiohttp.ClientError, TimeoutError, OSError, LineTooLongError) as error:
+            raise UnavailableError(0, "Unreachable", type(error).__name__) from error
 
     async def create(self, resource: Resource, namespace: str, body: RawObject) -> RawObject:
         """Raises ConflictError when the name is taken, MissingError when the namespace is gone."""
@@ -263,8 +340,14 @@ class KubernetesApi:
         except ApiError as error:
             log.warning("event %s of %s is lost: %s", reason, key, error)
 
-    async def _list_pages(self, resource: Resource, namespace: str, selector: str) -> Listing:
-        items: list[RawObject] = []
+    async def _list_pages(
+        self,
+        resource: Resource,
+        namespace: str,
+        selector: str,
+        read: Callable[[RawObject], Any],
+    ) -> Listing[Any]:
+        items: list[Any] = []
         token = ""
         while True:
             query = {"limit": str(LIST_PAGE)}
@@ -273,7 +356,7 @@ class KubernetesApi:
             page = await self._call(
                 "list", resource, resource.path(namespace), query=query, timeout_s=LIST_TIMEOUT_S
             )
-            items.extend(cast("list[RawObject]", page.get("items") or []))
+            items.extend(map(read, cast("list[RawObject]", page.get("items") or [])))
             meta = cast("dict[str, Any]", page.get("metadata") or {})
             token = str(meta.get("continue") or "")
             if not token:
@@ -347,22 +430,26 @@ class KubernetesApi:
             return cast(RawObject, msgspec.json.decode(content)) if content else {}
         failure = _failure(status, content)
         if status == 401 and self._reconnect is not None:
-            # A service account's token is replaced on disk about every hour.
-            await self.close()
-            self._connection = self._reconnect()
-            raise _RetryError(failure)
+            raise _RetryError(await self._reconnected(failure))
         if status == 429 or status >= 500:
             raise _RetryError(failure, retry_after)
         raise failure
+
+    async def _reconnected(self, failure: ApiError) -> ApiError:
+        """A service account's token is replaced on disk about every hour: the failure, after the
+        connection was made anew where that is why."""
+        if failure.status == 401 and self._reconnect is not None:
+            await self.close()
+            self._connection = self._reconnect()
+        return failure
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 base_url=self._connection.server,
                 headers=self._connection.as_http_headers(),
-                connector=aiohttp.TCPConnector(
-                    ssl=self._connection.as_ssl_context(), limit=REQUESTS_AT_ONCE
-                ),
+                # Calls are bounded by the gate; watches stand beside them.
+                connector=aiohttp.TCPConnector(ssl=self._connection.as_ssl_context(), limit=0),
             )
         return self._session
 
@@ -372,6 +459,19 @@ class _RetryError(Exception):
         super().__init__(str(failure))
         self.failure = failure
         self.retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+
+
+def _watch_event(line: bytes) -> WatchEvent:
+    """Raises what an event of type ERROR says."""
+    try:
+        found = cast("Mapping[str, Any]", msgspec.json.decode(line))
+    except msgspec.MsgspecError as error:
+        raise UnavailableError(0, "Unreadable", "a watch's line is no JSON") from error
+    body = cast("RawObject", found.get("object") or {})
+    if found.get("type") == "ERROR":
+        code = body.get("code")
+        raise _failure(code if isinstance(code, int) else 500, msgspec.json.encode(body))
+    return WatchEvent(str(found.get("type")), body)
 
 
 def _backoff_s(attempt: int, asked_s: float) -> float:

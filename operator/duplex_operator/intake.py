@@ -1,7 +1,6 @@
 """From raw objects to the shelves, and from changed shelves to dirty sessions and pools.
 
-Watches may miss something (a 410, a lost connection): everything is listed again every few minutes
-and after a watch has started over.
+Everything is listed again every few minutes, whatever the watches have told.
 """
 
 import asyncio
@@ -9,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+from duplex_operator.api_watch import Watched
 from duplex_operator.apply import NODES, PODS, POOLS, SESSIONS, KubernetesApi, Resource
 from duplex_operator.names import POD_SELECTOR
 from duplex_operator.objects import (
@@ -31,9 +31,6 @@ from duplex_operator.store import Change, Shelf, Store
 from duplex_operator.watch import DirtySet
 
 log = logging.getLogger(__name__)
-
-RELIST_GAP_S = 10.0
-"""However much the watches start over: not more often than this."""
 
 _READERS: dict[Kind, Callable[[RawObject], AnyObject | None]] = {
     Kind.SESSION: read_session,
@@ -59,53 +56,57 @@ class Intake:
         self._store = store
         self._dirty = dirty
         self._api = api
-        self._relist_wanted = asyncio.Event()
         self.relists = 0
         self.events = 0
         store.listeners.session.append(self._session_changed)
         store.listeners.pool.append(self._pool_changed)
         store.listeners.node.append(self._node_changed)
 
-    def take(self, kind: Kind, event_type: str | None, raw: RawObject) -> None:
-        """One event of a watch. event_type None: an object of a list that a watch began with."""
+    def take(self, kind: Kind, event_type: str, raw: RawObject) -> None:
+        """One event of a watch."""
         self.events += 1
-        meta = read_meta(raw)
-        if meta.key.namespace and not self._settings.watches(meta.key.namespace):
-            return
         shelf = self._shelf(kind)
         if event_type == "DELETED":
+            meta = read_meta(raw)
             shelf.drop(meta.key, meta.uid)
             return
         found = _READERS[kind](raw)
-        if found is not None and shelf.put(found) and event_type is None:
-            # The watch had lost its place: what was deleted meanwhile it does not tell.
-            self._relist_wanted.set()
+        if found is not None:
+            shelf.put(found)
 
     async def run(self) -> None:
-        """Lists everything every `relist_period_s`, and when a watch has started over."""
+        """Lists everything every `relist_period_s`."""
         while True:
-            try:
-                async with asyncio.timeout(self._settings.relist_period_s):
-                    await self._relist_wanted.wait()
-                await asyncio.sleep(RELIST_GAP_S)
-            except TimeoutError:
-                pass
-            self._relist_wanted.clear()
+            await asyncio.sleep(self._settings.relist_period_s)
             await self.relist()
             self.mark_everything()
 
-    async def relist(self) -> None:
-        """Raises ApiError; the shelves keep what they had of kinds that were not reached."""
-        for kind, (resource, selector) in _LISTS.items():
-            if kind is Kind.NODE and self._settings.watch_namespaces:
-                continue
-            for namespace in self._settings.watch_namespaces or ("",):
-                listing = await self._api.list(resource, namespace, selector=selector)
-                found = [_READERS[kind](raw) for raw in listing.items]
-                self._shelf(kind).replace_all(
-                    [one for one in found if one is not None], listing.version, namespace
-                )
+    async def relist(self) -> dict[Watched, str]:
+        """Returns the version of each list. Raises ApiError; the shelves keep what they had of
+        kinds that were not reached."""
+        versions = {watched: await self.list_one(watched) for watched in self._watched()}
         self.relists += 1
+        return versions
+
+    async def list_one(self, watched: Watched) -> str:
+        """Returns the list's version. Raises ApiError."""
+        kind = watched.kind
+        listing = await self._api.list(
+            watched.resource, watched.namespace, selector=watched.selector, read=_READERS[kind]
+        )
+        found = [one for one in listing.items if one is not None]
+        self._shelf(kind).replace_all(found, listing.version, watched.namespace)
+        return listing.version
+
+    def _watched(self) -> list[Watched]:
+        """Without rights of the cluster (watchNamespaces) nodes are not seen."""
+        namespaces = self._settings.watch_namespaces
+        return [
+            Watched(kind, resource, namespace, selector)
+            for kind, (resource, selector) in _LISTS.items()
+            if not (kind is Kind.NODE and namespaces)
+            for namespace in namespaces or ("",)
+        ]
 
     def mark_everything(self) -> None:
         for pool in self._store.pools.all():

@@ -36,7 +36,7 @@ async def operate(settings: OperatorSettings) -> None:
     )
 
     async def reign() -> None:
-        reigns[:] = [Reign(settings, api, connection)]
+        reigns[:] = [Reign(settings, api)]
         await reigns[-1].run()
 
     runner = await health.serve(settings.health_host, settings.health_port)

@@ -2,15 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import kopf
-
+from duplex_operator.api_watch import ApiWatch, Watched
 from duplex_operator.apply import ApiError, KubernetesApi
 from duplex_operator.context import Context
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
-from duplex_operator.kopf_watch import KopfWatch
 from duplex_operator.objects import Kind
 from duplex_operator.placements import PlacementBoard
 from duplex_operator.placer import Placer
@@ -30,12 +28,7 @@ FIRST_LIST_RETRY_S = 2.0
 class Reign:
     """Make it, then `run`."""
 
-    def __init__(
-        self,
-        settings: OperatorSettings,
-        api: KubernetesApi,
-        login: Callable[[], kopf.ConnectionInfo],
-    ) -> None:
+    def __init__(self, settings: OperatorSettings, api: KubernetesApi) -> None:
         store, dirty, board = Store(), DirtySet(), PlacementBoard()
         fleet = Fleet(
             store,
@@ -55,9 +48,7 @@ class Reign:
         self.placer = Placer(store, fleet, board, dirty)
         self.sessions = SessionReconciler(self.context, self.placer.poke)
         self.intake = Intake(settings, store, dirty, api)
-        self.watch = KopfWatch(
-            self.intake.take, login, settings.watch_namespaces, settings.identity
-        )
+        self.watch = ApiWatch(api, self.intake.take, self.intake.list_one)
         self.synchronised = False
 
     async def run(self, pools: Reconcile | None = None) -> None:
@@ -69,9 +60,9 @@ class Reign:
             Kind.POOL: pools or PoolReconciler(context).reconcile,
         }
         try:
-            await self._first_list()
+            versions = await self._first_list()
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.watch.run())
+                group.create_task(self.watch.run(versions))
                 group.create_task(context.fleet.run())
                 group.create_task(self.placer.run())
                 group.create_task(
@@ -117,16 +108,17 @@ class Reign:
             )
         return numbers
 
-    async def _first_list(self) -> None:
+    async def _first_list(self) -> dict[Watched, str]:
         while True:
             try:
-                await self.intake.relist()
+                versions = await self.intake.relist()
                 break
             except ApiError as error:
                 log.warning("the first list: %s; again in %.0f s", error, FIRST_LIST_RETRY_S)
                 await asyncio.sleep(FIRST_LIST_RETRY_S)
         self.intake.mark_everything()
         self.synchronised = True
+        return versions
 
     async def _relist(self) -> None:
         while True:

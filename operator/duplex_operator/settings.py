@@ -30,7 +30,7 @@ class OperatorSettings:
     health_port: int = 8080
     health_host: str = "0.0.0.0"
     lease_name: str = "duplex-operator"
-    reconciles_at_once: int = 24
+    reconciles_at_once: int = 48
     relist_period_s: float = 300.0
     secrets_period_s: float = 30.0
     suspect_after_s: float = 2.0

@@ -4,11 +4,10 @@ version are told by a header both ways).
 A refusal is that pod's final answer. No answer says nothing: every call may be repeated.
 """
 
-import asyncio
 import base64
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import aiohttp
 import msgspec
 
 from duplex_operator.feed import MOST_LINE_BYTES, FeedLine, read_line
+from duplex_operator.lines import LineTooLongError, lines_of
 from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
 
 log = logging.getLogger(__name__)
@@ -181,11 +181,11 @@ class SidecarClient:
             ) as answer:
                 if answer.status != 200:
                     raise _refusal(answer.status, await answer.content.read(MOST_LINE_BYTES))
-                async for line in _lines(answer.content):
+                async for line in lines_of(answer.content, MOST_LINE_BYTES):
                     found = read_line(line)
                     if found is not None:
                         yield found
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, LineTooLongError) as error:
             raise SidecarUnreachableError(type(error).__name__) from error
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any]) -> bytes:
@@ -216,16 +216,3 @@ def _refusal(status: int, content: bytes) -> SidecarRefusalError:
     except msgspec.MsgspecError:
         error = _ErrorInside()
     return SidecarRefusalError(status, error.code, error.sentence)
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Bounded lines: a longer one ends the feed."""
-    rest = bytearray()
-    async for chunk in content.iter_any():
-        rest += chunk
-        while (end := rest.find(b"\n")) >= 0:
-            yield bytes(rest[:end])
-            del rest[: end + 1]
-        if len(rest) > MOST_LINE_BYTES:
-            raise SidecarUnreachableError("a line of the feed is too long")
-        await asyncio.sleep(0)

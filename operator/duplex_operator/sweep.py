@@ -65,8 +65,8 @@ async def sweep_once(context: Context) -> int:
 async def _session_uids(context: Context) -> set[str]:
     uids: set[str] = set()
     for namespace in context.settings.watch_namespaces or ("",):
-        listing = await context.api.list(SESSIONS, namespace)
-        uids |= {read_meta(raw).uid for raw in listing.items}
+        listing = await context.api.list(SESSIONS, namespace, read=_uid_of)
+        uids |= set(listing.items)
     return uids
 
 
@@ -84,9 +84,10 @@ async def check_tokens(context: Context, sessions: SessionReconciler) -> None:
     """One list for all tokens that the operator made, one read for each that a user named."""
     hashes: dict[ObjectKey, str | None] = {}
     for namespace in context.settings.watch_namespaces or ("",):
-        listing = await context.api.list(SECRETS, namespace, selector=TOKEN_SELECTOR)
-        for raw in listing.items:
-            hashes[read_meta(raw).key] = _hash_in(raw)
+        listing = await context.api.list(
+            SECRETS, namespace, selector=TOKEN_SELECTOR, read=_key_and_hash
+        )
+        hashes |= dict(listing.items)
     for session in context.store.sessions.all():
         place, known = session.status.token_secret, sessions.token_hash(session.meta.uid)
         if place is None or known is None or session.meta.deleting:
@@ -103,6 +104,14 @@ async def check_tokens(context: Context, sessions: SessionReconciler) -> None:
         if now != known:
             log.info("the token of %s has changed", session.meta.key)
             sessions.forget_token(session.meta.uid)
+
+
+def _uid_of(raw: RawObject) -> str:
+    return read_meta(raw).uid
+
+
+def _key_and_hash(raw: RawObject) -> tuple[ObjectKey, str | None]:
+    return read_meta(raw).key, _hash_in(raw)
 
 
 def _hash_in(raw: RawObject) -> str | None:

@@ -39,6 +39,7 @@ Reconcile = Callable[[ObjectKey], Awaitable[float | None]]
 class DirtySet:
     """A bounded set of objects to look at, in order of first marking, and a timetable beside it.
     Urgent ones come before all others: what was begun is brought on before something new is begun.
+    Pools always are: they are few, rest between two looks, and thousands of sessions wait for them.
 
     `run` serves it with `at_once` tasks until cancelled. A reconciler that raises is tried again
     with backoff; it stops nobody else.
@@ -66,7 +67,7 @@ class DirtySet:
 
     def mark(self, kind: Kind, key: ObjectKey, *, urgent: bool = False) -> None:
         """Look at it soon. Beyond the bound it is left to the next full relist."""
-        item = Item(kind, key)
+        item, urgent = Item(kind, key), urgent or kind is Kind.POOL
         if item in self._busy:
             self._again[item] = urgent or self._again.get(item, False)
         elif item in self._urgent:

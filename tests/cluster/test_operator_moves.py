@@ -64,7 +64,7 @@ class World:
             identity="test",
             sidecar_image="duplex/sidecar:1",
         )
-        reign = Reign(settings, self.api, lambda: login(self.server.kubeconfig))
+        reign = Reign(settings, self.api)
         work = (reign.run(), self._kubelet(), self._clients())
         self._tasks = [asyncio.create_task(one) for one in work]
 

@@ -149,7 +149,7 @@ class Rights:
         )
         api = KubernetesApi(login(self.kubeconfig), may_write=lambda: leader.leads)
         leader = Leader(api, ObjectKey(NAMESPACE, settings.lease_name), identity)
-        reign = Reign(settings, api, lambda: login(self.kubeconfig))
+        reign = Reign(settings, api)
         work = asyncio.create_task(leader.run(reign.run))
         try:
             yield api

@@ -219,7 +219,7 @@ class RunningOperator:
             gateway_endpoint="wss://duplex.example/v1/realtime",
         )
         self.api = api
-        self.reign = Reign(replace(base, **settings), api, lambda: login(place.kubeconfig))
+        self.reign = Reign(replace(base, **settings), api)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -232,12 +232,12 @@ class RunningOperator:
         self._task = asyncio.create_task(self.reign.run(pools))
 
     async def watching(self) -> None:
-        """Returns when the watches have told of something."""
+        """Returns when the watches stand."""
 
-        async def told() -> bool:
-            return self.reign.intake.events > 0
+        async def stand() -> bool:
+            return self.reign.watch.stands
 
-        await until(told, "a watch")
+        await until(stand, "the watches")
 
     async def stop(self) -> None:
         """As a killed process: nothing is finished, nothing is given back."""

@@ -18,6 +18,7 @@ from duplex_api.session import SessionPhase
 from duplex_operator.apply import (
     PODS,
     SESSIONS,
+    ApiError,
     ConflictError,
     KubernetesApi,
     MissingError,
@@ -157,6 +158,87 @@ async def test_a_list_is_read_in_pages_and_starts_over_when_it_expires(
     assert [item["metadata"]["name"] for item in listing.items] == ["a", "b"]
     assert listing.version == "9"
     assert stub[0].asked[-1][2] == {"limit": "500", "labelSelector": "a=b", "continue": "next"}
+
+
+def watching(*lines: str, ends: bool = True) -> Callable[[], web.StreamResponse]:
+    """A watch's answer: one JSON object a line. ends: as the server ends it, else it breaks off."""
+    body = "".join(line + "\n" for line in lines).encode()
+    return lambda: web.Response(body=body) if ends else Broken(body)
+
+
+class Broken(web.StreamResponse):
+    """Says what it has, and its connection is gone."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__()
+        self._said = body
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        writer = await super().prepare(request)
+        await self.write(self._said)
+        assert request.transport is not None
+        request.transport.abort()
+        return writer
+
+
+ADDED = '{"type":"ADDED","object":{"metadata":{"name":"talk","resourceVersion":"7"}}}'
+BOOKMARK = '{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9"}}}'
+EXPIRED = '{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired","message":"x"}}'
+
+
+async def test_a_watch_tells_changes_until_it_ends(
+    api: KubernetesApi, stub: tuple[ApiStub, str]
+) -> None:
+    stub[0].script = [watching(ADDED, BOOKMARK)]
+    seen = [event async for event in api.watch(PODS, "default", "5", selector="a=b")]
+    assert seen[0] is None
+    assert [event.type for event in seen[1:] if event is not None] == ["ADDED", "BOOKMARK"]
+    (method, path, query, _) = stub[0].asked[0]
+    assert (method, path) == ("GET", "/api/v1/namespaces/default/pods")
+    assert query["resourceVersion"] == "5"
+    assert query["labelSelector"] == "a=b"
+    assert query["allowWatchBookmarks"] == "true"
+    assert 300 <= int(query["timeoutSeconds"]) < 360
+
+
+@pytest.mark.parametrize(
+    ("script", "raised", "status"),
+    [
+        (answer(410, {"reason": "Expired"}), MissingError, 410),
+        (watching(ADDED, EXPIRED), MissingError, 410),
+        (answer(403, {"reason": "Forbidden"}), RefusedError, 403),
+        (answer(503), UnavailableError, 503),
+        (watching(ADDED, "no json"), UnavailableError, 0),
+        (watching(ADDED, ends=False), UnavailableError, 0),
+    ],
+    ids=["expired", "expires", "forbidden", "away", "unreadable", "broken"],
+)
+async def test_how_a_watch_breaks(
+    api: KubernetesApi,
+    stub: tuple[ApiStub, str],
+    script: Callable[[], web.StreamResponse],
+    raised: type[ApiError],
+    status: int,
+) -> None:
+    stub[0].script = [script]
+    with pytest.raises(raised) as caught:
+        async for _ in api.watch(SESSIONS, "", "5"):
+            pass
+    assert caught.value.status == status
+
+
+async def test_a_watch_with_an_old_token_is_begun_with_a_new_one(
+    stub: tuple[ApiStub, str],
+) -> None:
+    stub[0].script = [answer(401), watching(ADDED)]
+    first, second = (kopf.ConnectionInfo(server=stub[1], token=t) for t in ("old", "new"))
+    api = KubernetesApi(first, reconnect=lambda: second)
+    with pytest.raises(UnavailableError):
+        async for _ in api.watch(SESSIONS, "", "5"):
+            pass
+    assert len([event async for event in api.watch(SESSIONS, "", "5")]) == 2
+    assert stub[0].authorizations == ["Bearer old", "Bearer new"]
+    await api.close()
 
 
 async def test_nothing_is_written_without_the_lead(stub: tuple[ApiStub, str]) -> None:

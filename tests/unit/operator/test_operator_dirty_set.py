@@ -70,6 +70,19 @@ async def test_what_is_urgent_comes_first() -> None:
     assert bench.seen == ["d", "c", "a", "b"]
 
 
+async def test_a_pool_does_not_wait_for_thousands_of_sessions() -> None:
+    bench = Bench(at_once=1)
+    bench.dirty.mark(Kind.SESSION, key("a"))
+    bench.dirty.mark(Kind.POOL, key("pool"))
+    bench.dirty.mark(Kind.SESSION, key("b"), urgent=True)
+    reconcilers = {Kind.SESSION: bench.reconcile, Kind.POOL: bench.reconcile}
+    work = asyncio.create_task(bench.dirty.run(reconcilers, 1))
+    await bench.dirty.drained()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert bench.seen == ["pool", "b", "a"]
+
+
 async def test_urgent_news_during_a_look_stay_urgent() -> None:
     bench = Bench(at_once=1)
     bench.gate = asyncio.Event()

@@ -48,7 +48,7 @@ class Outside:
     def any_client(self) -> "Outside":
         return self
 
-    async def list(self, resource: Resource, _: str, **__: Any) -> Listing:
+    async def list(self, resource: Resource, _: str, **__: Any) -> Listing[Any]:
         assert resource in (SESSIONS, SECRETS)
         return Listing((), "1")
 
