@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 0.01
 """News of this long are served together."""
+REST = 4
+"""A pass over thousands takes a while: news are then gathered for so many times as long."""
 PERIOD_S = 1.0
 """Every waiting pool is served this often, whether or not there is news: refusals run out."""
 
@@ -53,12 +55,15 @@ class Placer:
         self._news.set()
 
     async def run(self) -> None:
+        took_s = 0.0
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._next_round_s - self._clock()):
                     await self._news.wait()
-                await asyncio.sleep(GATHER_S)
+                await asyncio.sleep(max(GATHER_S, REST * took_s))
+            began_s = self._clock()
             self.turn()
+            took_s = self._clock() - began_s
 
     def turn(self) -> None:
         """Serves the pools that were poked, and all that wait when their round has come: a pool

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ class World:
         await self.user.close()
 
     @contextmanager
-    def operator(self) -> "Iterator[Operator]":
+    def operator(self) -> "Generator[Operator]":
         """Ends with SIGTERM, as a Deployment ends it."""
         with TemporaryDirectory() as folder:
             self._operator = Operator(self, Path(folder, "operator.log"))

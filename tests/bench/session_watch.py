@@ -14,7 +14,6 @@ import msgspec
 from duplex_operator.apply import SESSIONS
 
 WATCH_S = 3_600
-MOST_LINE_BYTES = 1_048_576
 
 
 class _Placement(msgspec.Struct):
@@ -116,18 +115,24 @@ class SessionWatch:
             raise TimeoutError(what) from None
 
     async def _watch(self) -> None:
+        """The server ends a watch when its kind has just been installed, too: a new one begins with
+        all that is there."""
         connection = self._connection
-        async with (
-            aiohttp.ClientSession(
-                base_url=connection.server,
-                headers=connection.as_http_headers(),
-                connector=aiohttp.TCPConnector(ssl=connection.as_ssl_context()),
-                timeout=aiohttp.ClientTimeout(total=None),
-            ) as http,
-            http.get(
-                self._path, params={"watch": "true", "timeoutSeconds": str(WATCH_S)}
-            ) as answer,
-        ):
+        async with aiohttp.ClientSession(
+            base_url=connection.server,
+            headers=connection.as_http_headers(),
+            connector=aiohttp.TCPConnector(ssl=connection.as_ssl_context()),
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as http:
+            try:
+                while True:
+                    await self._follow(http)
+            finally:
+                self._came.set()
+
+    async def _follow(self, http: aiohttp.ClientSession) -> None:
+        query = {"watch": "true", "timeoutSeconds": str(WATCH_S)}
+        async with http.get(self._path, params=query) as answer:
             rest = b""
             async for chunk in answer.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")

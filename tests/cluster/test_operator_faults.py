@@ -35,6 +35,8 @@ pytestmark = pytest.mark.cluster
 AWAY_S = 30.0
 BACK_S = 60.0
 """Leases of leadership, watches and lists start over within this."""
+COLLECTED_S = 120.0
+"""Kubernetes' garbage collector looks for new kinds every 30 s."""
 ENDING = ("POST sessions/*/park", "DELETE sessions/*", "POST drain", "POST erase/*")
 
 
@@ -139,7 +141,7 @@ async def test_a_pool_goes_under_live_sessions_and_comes_again(
             await place.phase("talk", "Active")
             pool = await place.user.get(POOLS, place.pool_key)
             await place.user.delete(POOLS, place.pool_key, uid=pool["metadata"]["uid"])
-            status = await place.phase("talk", "Pending")
+            status = await place.phase("talk", "Pending", timeout_s=COLLECTED_S)
             assert status["reason"] == "PoolNotFound"
             assert "placement" not in status
             assert status["lastPlacement"] == first["placement"]
