@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from redis.asyncio import BlockingConnectionPool
 
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.connection import pack
 from duplex_sidecar.ledger.journal import JournalBatch, VoiceMark
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.media import Trim, UnitMedia
+from duplex_sidecar.ledger.nodes import Node
 from duplex_sidecar.ledger.records import (
     AcceptDraft,
     CommitDraft,
@@ -63,6 +63,8 @@ class Samples:
     journal: Times = field(default_factory=Times)
     set_accept: Times = field(default_factory=Times)
     set_commit: Times = field(default_factory=Times)
+    bare_accept: Times = field(default_factory=Times)
+    bare_commit: Times = field(default_factory=Times)
     renew: list[float] = field(default_factory=list[float])
     """Milliseconds, since the call."""
     units: int = 0
@@ -199,11 +201,12 @@ class Session:
 
 
 class PlainWriter:
-    """SETs of as many bytes as the scripts carry, sent as the ledger's client sends its scripts: a
-    packed command over a connection of a pool. What the client library would add is not in them."""
+    """SETs of as many bytes as the scripts carry: as an application makes them (`Redis.set`), or
+    bare, a packed command over a connection at hand, as the ledger's client sends its scripts."""
 
-    def __init__(self, pool: BlockingConnectionPool, payload: Payload, who: int) -> None:
-        self._pool = pool
+    def __init__(self, node: Node, payload: Payload, who: int, *, bare: bool) -> None:
+        self._node = node
+        self.bare = bare
         self._payload = payload
         self._who = who
         self._seq = 0
@@ -222,12 +225,12 @@ class PlainWriter:
         await self._set(f"plain:{self._who}:c{self._seq % WINDOW_UNITS}", value)
 
     async def _set(self, key: str, value: bytes) -> None:
-        connection = await self._pool.get_connection()
-        try:
+        if not self.bare:
+            await self._node.redis.set(key, value)
+            return
+        async with self._node.connection() as connection:
             await connection.send_packed_command(pack(("SET", key, value)))
             await connection.read_response()
-        finally:
-            await self._pool.release(connection)
 
 
 async def timed(into: Times, call: Callable[[], Awaitable[None]], due: float | None = None) -> None:

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.lease import LEASE_MS
-from duplex_sidecar.ledger.pools import make_pool
+from duplex_sidecar.ledger.nodes import make_nodes
 from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from tests.bench import ledger_load
@@ -37,7 +37,7 @@ from tests.bench.processes import cpu_s
 from tests.bench.stats import percentile
 
 SESSIONS = 200
-PLAIN_SESSIONS = 20
+PLAIN_SESSIONS = 40
 SPREAD_S, AT_ONCE_S, FSYNC_S = 100, 50, 25
 QUICK_S = 5
 REWRITES = 3
@@ -189,13 +189,15 @@ async def _talk(session: Session, start: float, seconds: int, samples: Samples) 
 
 
 async def _set(writer: PlainWriter, start: float, seconds: int, samples: Samples) -> None:
+    accepts = samples.bare_accept if writer.bare else samples.set_accept
+    commits = samples.bare_commit if writer.bare else samples.set_commit
     for second in range(seconds):
         due = start + second
         await until(due)
-        await timed(samples.set_accept, writer.accept, due)
+        await timed(accepts, writer.accept, due)
         due += THINKING_S
         await until(due)
-        await timed(samples.set_commit, writer.commit, due)
+        await timed(commits, writer.commit, due)
 
 
 @asynccontextmanager
@@ -206,20 +208,22 @@ async def _bench(folder: Path, payload: Payload, durability: Durability) -> Asyn
     try:
         options = LedgerOptions(call_timeout_ms=CALL_TIMEOUT_MS, durability=durability)
         ledger = await Ledger.connect(server.url, options)
-        pool = make_pool(server.url, connections=32, timeout_s=CALL_TIMEOUT_MS / 1000)
-        redis = Redis(connection_pool=pool)
+        nodes = make_nodes(server.url, connections=32, timeout_s=CALL_TIMEOUT_MS / 1000)
+        node = nodes.holding("")
         sessions = [await Session.open(ledger, payload, who) for who in range(SESSIONS)]
         for number, session in enumerate(sessions):
             session.keeper.start()
             if number % 20 == 19:  # leases are taken up one after another, and renewed so
                 await asyncio.sleep(0.08)
         try:
-            plain = [PlainWriter(pool, payload, who) for who in range(PLAIN_SESSIONS)]
-            yield Bench(server, redis, sessions, plain)
+            plain = [
+                PlainWriter(node, payload, who, bare=who % 2 == 1) for who in range(PLAIN_SESSIONS)
+            ]
+            yield Bench(server, node.redis, sessions, plain)
         finally:
             for session in sessions:
                 await session.keeper.stop()
-            await redis.aclose(close_connection_pool=True)
+            await nodes.close()
             await ledger.close()
     finally:
         server.kill()
@@ -259,24 +263,29 @@ def _timed(samples: Samples) -> list[tuple[str, Times]]:
         ("journal", samples.journal),
         ("plain SET of an accept's bytes", samples.set_accept),
         ("plain SET of a commit's bytes", samples.set_commit),
+        ("bare SET of an accept's bytes", samples.bare_accept),
+        ("bare SET of a commit's bytes", samples.bare_commit),
     ]
 
 
 def _ratios(phase: Phase) -> list[Figure]:
     """Since the call: how late timers are is in both, and would hide what differs."""
     samples = phase.samples
+    plain = "plain SETs of its bytes"
     pairs = (
-        ("accept", samples.accept, samples.set_accept),
-        ("commit", samples.commit, samples.set_commit),
+        ("accept", plain, samples.accept, samples.set_accept, True),
+        ("commit", plain, samples.commit, samples.set_commit, True),
+        ("accept", f"bare {plain}", samples.accept, samples.bare_accept, False),
+        ("commit", f"bare {plain}", samples.commit, samples.bare_commit, False),
     )
     return [
         Figure(
-            f"ledger, phases spread: {name} in plain SETs of its bytes, {word}",
-            percentile(ours.since_call, share) / percentile(plain.since_call, share),
+            f"ledger, phases spread: {name} in {what}, {word}",
+            percentile(ours.since_call, share) / percentile(theirs.since_call, share),
             "times",
-            target,
+            target if aimed else None,
         )
-        for name, ours, plain in pairs
+        for name, what, ours, theirs, aimed in pairs
         for word, share, target in (("p50", 0.5, RATIO_P50), ("p99", 0.99, RATIO_P99))
     ]
 

@@ -163,7 +163,7 @@ async def judged(world: World, session: str) -> Report:
     return check_history([*world.observer.observations, end])
 
 
-async def go_on(world: World, place: Site, person: Person, lost: Member, left: int | None) -> None:
+async def go_on(world: World, person: Person, lost: Member, left: int | None) -> None:
     """A successor takes the session up, or says that there is none. A client that has seen what is
     gone is told so before anything else."""
     seen = person.last_sequence

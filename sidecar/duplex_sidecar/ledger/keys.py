@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _SESSION = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -40,6 +41,7 @@ class SessionKeys:
         )
 
 
+@lru_cache(maxsize=1024)
 def session_keys(session: str) -> SessionKeys:
     """Raises ValueError on a name that could leave the hash tag or grow a key without bound."""
     if not _SESSION.fullmatch(session):
