@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
 TERMS = Terms("context")
 UNITS = 16
+MANY_UNITS = 10_000
 BEFORE = 5
 """Units that are done when the fault begins."""
 MORE = 3
@@ -88,7 +89,7 @@ async def world(
 
 async def talk_into_the_fault(world: World, place: Site, person: Person, here: Member) -> int:
     """Returns the last unit that the client was told to be safe, with the fault under way."""
-    talking = asyncio.create_task(person.talk(here, 10_000, close=False))
+    talking = asyncio.create_task(person.talk(here, MANY_UNITS, close=False))
     await eventually(lambda: BEFORE in person.units_done)
     await asyncio.to_thread(place.begin)
     begun = person.acknowledged_unit
@@ -141,8 +142,9 @@ async def test_what_is_lost_is_what_the_durability_permits(
     )
     if durability in PERMITTED[fault]:
         assert report.rules & LOSSES, "the loss was not provoked"
-        assert left is None or left < told
-        assert fault is not Fault.POWER_CUT or cut_bytes > 0
+        assert (left is None) == (fault is Fault.EMPTIED)
+        assert left is None or BEFORE <= left < told
+        assert (cut_bytes > 0) == (fault is Fault.POWER_CUT)
     else:
         assert report.violations == ()
         assert left is not None
@@ -155,6 +157,18 @@ async def test_what_is_lost_is_what_the_durability_permits(
         assert world.report().violations == (), kept
         assert person.ended == END
         assert person.units_done >= set(range(1, UNITS + 1))
+
+
+def done_units(member: Member, session: str) -> int:
+    return member.replica.registry.live[session].conversation.seq
+
+
+def deafened_in_a_unit(world: World, person: Person, here: Member) -> bool:
+    """The client hears nothing from now on, while a unit of its is under way."""
+    if person.sent_unit <= done_units(here, person.session):
+        return False
+    world.sockets.deafen(person.client)
+    return True
 
 
 async def judged(world: World, session: str) -> Report:
@@ -183,3 +197,48 @@ async def go_on(world: World, person: Person, lost: Member, left: int | None) ->
     resumed = next(one.opened for one in frames if one.replica == heir.name and one.opened)
     rewound = resumed.last_sequence < seen
     assert ("session.resync_required" in told) == rewound
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize(("fault", "durability"), [(Fault.POWER_CUT, Durability.MEMORY)])
+async def test_a_living_owner_mends_what_the_disk_has_lost(
+    world: World, place: Site, tmp_path: Path, hears: bool
+) -> None:
+    """The loss that `memory` permits is one of the server and of the owner at the same time. The
+    client has heard what is lost, or hears it when it dials again."""
+    session = world.name
+    person = Person(world, session)
+    here = await world.start(call_timeout_ms=CALL_TIMEOUT_MS)
+    await world.open_session(here, session, TERMS)
+    talking = asyncio.create_task(person.talk(here, MANY_UNITS, close=False))
+    await eventually(lambda: BEFORE in person.units_done)
+    await asyncio.to_thread(place.begin)
+    if hears:
+        begun = person.sent_unit
+        await eventually(lambda: done_units(here, session) >= begun + MORE)
+    else:
+        await eventually(lambda: deafened_in_a_unit(world, person, here))
+        await eventually(lambda: done_units(here, session) >= person.sent_unit)
+    world.sockets.hang_up(person.client)
+    with suppress(Lost):
+        await talking
+    await eventually(lambda: here.proxy.idle)
+    told, done = person.acknowledged_unit, done_units(here, session)
+    assert await asyncio.to_thread(place.strike) > 0
+    world.observer.happened("restored", place.fault)
+    kept = await accepted_units(place, session)
+    assert kept is not None
+    assert kept < done
+    assert not hears or (await judged(world, session)).rules & LOSSES
+    async with asyncio.timeout(30):
+        while person.ended is None:
+            with suppress(Lost):
+                await person.talk(here, told + MORE)
+            await asyncio.sleep(0)
+    await world.finish(session)
+    history = world.observer.write(tmp_path / f"{session}.jsonl")
+    assert world.report().violations == (), history
+    assert person.ended == END
+    left = await accepted_units(place, session)
+    assert left is not None
+    assert left >= told + MORE

@@ -51,15 +51,28 @@ class DiskShim:
     def cut(self, folder: Path) -> int:
         """What a power cut leaves of the server's append-only files in that folder: of each as much
         as its last sync had. Returns the bytes that are gone. The server must not run."""
-        sure: dict[Path, int] = {}
-        for line in self._synced.read_text().splitlines():
-            size, _, path = line.partition(" ")
-            sure[Path(path)] = int(size)
+        sure = self._sure()
         gone = 0
-        for file in sorted(folder.rglob("*.incr.aof")):
-            size = file.stat().st_size
-            left = min(size, sure.get(file.resolve(), 0))
+        for file, size in sizes_of(folder).items():
+            left = min(size, sure.get(file, 0))
             gone += size - left
             with file.open("r+b") as opened:
                 opened.truncate(left)
         return gone
+
+    def has(self, sizes: dict[Path, int]) -> bool:
+        """Whether so much of these files is on the disk for certain."""
+        sure = self._sure()
+        return all(sure.get(file, 0) >= size for file, size in sizes.items())
+
+    def _sure(self) -> dict[Path, int]:
+        sure: dict[Path, int] = {}
+        for line in self._synced.read_text().splitlines():
+            size, _, path = line.partition(" ")
+            sure[Path(path)] = int(size)
+        return sure
+
+
+def sizes_of(folder: Path) -> dict[Path, int]:
+    """Of a server's append-only files, as written."""
+    return {file.resolve(): file.stat().st_size for file in folder.rglob("*.incr.aof")}

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from support.disk_shim import DiskShim
+from support.disk_shim import DiskShim, sizes_of
 from support.valkeys import ValkeyProcess, wait_until
 
 from duplex_sidecar.ledger.server import Durability
@@ -128,6 +128,8 @@ class Site:
     def begin(self) -> None:
         """What goes before the blow, while everybody still talks."""
         if self.fault is Fault.POWER_CUT:
+            written = sizes_of(self._primary.folder)
+            wait_until(lambda: self.shim.has(written))  # so that something is left
             self.shim.set(hold=True)
         elif self.fault is Fault.FAILOVER:
             assert self._line is not None

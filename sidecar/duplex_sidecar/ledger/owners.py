@@ -74,6 +74,25 @@ class OwnersCalls:
         elif (owner := self._owners.get(call.session)) is not None:
             owner.recent.note(call, time.monotonic_ns() // 1_000_000)
 
+    async def mend(self, session: str) -> bool:
+        """Before somebody reads: append what the ledger has lost of an owner of this process, as
+        its next write would. Whether it did. Raises `LedgerUnavailable`."""
+        owner = self._owners.get(session)
+        if owner is None:
+            return False
+        async with owner.mending:
+            meta = await self._reader.meta(session)
+            suffix = owner.recent.after(meta) if meta is not None else None
+            if suffix is None or suffix.standing is not Standing.SHORT:
+                return False
+            try:
+                await self._append(session, suffix.calls)
+            except LedgerUnavailable:
+                raise
+            except LedgerError:
+                return False  # its next write finds out why
+        return True
+
     async def _mend(self, owner: _Owner, call: PendingCall, refusal: LedgerError) -> None:
         meta = await self._reader.meta(call.session)
         if meta is None or meta.nonce != call.arguments[_NONCE]:
@@ -84,16 +103,19 @@ class OwnersCalls:
         try:
             if suffix.standing is Standing.REGRESSED:
                 raise refusal
-            for lost in suffix.calls:
-                await self._judged(lost)
+            await self._append(call.session, suffix.calls)
         except LedgerUnavailable as error:
             # Not `error.pending`: what is unknown is another call, and the next try looks again.
             raise LedgerUnavailable(call.session, error.reason) from error
         except (HeadMismatch, JournalMismatch) as error:
             raise LedgerRegressed(call.session, f"ends at entry {meta.head.index}") from error
+
+    async def _append(self, session: str, calls: tuple[PendingCall, ...]) -> None:
+        for lost in calls:
+            await self._judged(lost)
         log.warning(
             "ledger had lost writes of this session; they are in it again",
-            extra={"fields": {"session": call.session, "writes": len(suffix.calls)}},
+            extra={"fields": {"session": session, "writes": len(calls)}},
         )
 
     async def _judged(self, call: PendingCall) -> Reply:

@@ -106,6 +106,10 @@ class Ledger:
     async def events_after(self, session: str, seq: int) -> EventsAfter:
         return await self.reader.events_after(session, seq)
 
+    async def mend(self, session: str) -> bool:
+        """Put back what the ledger has lost of an owner of this process; see `OwnersCalls`."""
+        return await self._calls.mend(session)
+
     # --- session and lease ----------------------------------------------------------------------
 
     async def create(

@@ -23,6 +23,8 @@ async def greet(
     resync: ResyncRequired | None = None
     if last_sequence is not None:
         try:
+            # A server that went back may have lost what this owner still knows.
+            await ledger.mend(opened.session)
             replay, resync = await replay_after(ledger, opened.session, last_sequence)
         except LedgerUnavailable:
             outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
