@@ -35,7 +35,8 @@ LIST_PAGE = 500
 WATCH_S = 300
 """The API server ends a watch then; somewhat later where it is one of many."""
 WATCH_SILENCE_S = 90.0
-"""Bookmarks come every minute: a watch without a word for so long is begun anew."""
+"""Where anything changes bookmarks come every minute: a watch without a word for so long is begun
+anew, lest its connection is dead and nobody has noticed."""
 MOST_WATCH_BYTES = 16 * 1_048_576
 REQUESTS_AT_ONCE = 48
 TLS_CLOSE_S = 0.25
@@ -231,13 +232,14 @@ class KubernetesApi:
         timeout = aiohttp.ClientTimeout(
             total=None, connect=REQUEST_TIMEOUT_S, sock_read=WATCH_SILENCE_S
         )
-        path = resource.path(namespace)
+        path, stands = resource.path(namespace), False
         try:
             async with self._opened().get(path, params=query, timeout=timeout) as answer:
                 if answer.status != 200:
                     failure = _failure(answer.status, await answer.content.read(MOST_WATCH_BYTES))
                     raise await self._reconnected(failure)
                 try:
+                    stands = True
                     yield None
                     async for line in lines_of(answer.content, MOST_WATCH_BYTES):
                         yield _watch_event(line)
@@ -246,6 +248,8 @@ class KubernetesApi:
                     if answer.connection is not None and answer.connection.transport is not None:
                         answer.connection.transport.abort()
         except (aiohttp.ClientError, TimeoutError, OSError, LineTooLongError) as error:
+            if stands and isinstance(error, TimeoutError):
+                return
             raise UnavailableError(0, "Unreachable", type(error).__name__) from error
 
     async def create(self, resource: Resource, namespace: str, body: RawObject) -> RawObject:

@@ -13,6 +13,7 @@ from duplex_operator.end_all import end_all, timeout_of
 from duplex_operator.health import Health
 from duplex_operator.leader import Leader
 from duplex_operator.logs import configure_logs
+from duplex_operator.memory import give_large_blocks_back
 from duplex_operator.objects import ObjectKey
 from duplex_operator.reign import Reign, request_gauges
 from duplex_operator.settings import OperatorSettings
@@ -66,6 +67,7 @@ def end_all_timeout_s(arguments: Sequence[str]) -> float | None:
 
 def main() -> int:
     """Returns the process's exit status."""
+    give_large_blocks_back()
     timeout_s = end_all_timeout_s(sys.argv[1:])
     try:
         settings = OperatorSettings.from_environment()

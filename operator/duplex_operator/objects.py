@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
 
+from duplex_api.metadata import Condition
 from duplex_api.pool import PoolSpec, PoolStatus
 from duplex_api.session import SessionSpec, SessionStatus
 from duplex_operator.names import (
@@ -26,6 +28,8 @@ from duplex_operator.names import (
 log = logging.getLogger(__name__)
 
 RawObject = Mapping[str, Any]
+
+MOST_SHARED = 16_384
 
 
 class Kind(StrEnum):
@@ -143,7 +147,7 @@ def read_session(raw: RawObject) -> SessionObject | None:
         return SessionObject(
             meta=read_meta(raw),
             spec=SessionSpec.model_validate(raw.get("spec") or {}),
-            status=SessionStatus.model_validate(raw.get("status") or {}),
+            status=_with_shared_conditions(SessionStatus.model_validate(raw.get("status") or {})),
         )
     except ValidationError as error:
         _unreadable(Kind.SESSION, raw, error)
@@ -237,6 +241,19 @@ def timestamp_ms(text: str) -> int:
 def timestamp(at_ms: int) -> str:
     """RFC 3339 in whole seconds, as Kubernetes writes times."""
     return datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _with_shared_conditions(status: SessionStatus) -> SessionStatus:
+    """Thousands of sessions have the same few conditions, which would be most of their memory."""
+    if status.conditions is None:
+        return status
+    shared = tuple(_shared(condition) for condition in status.conditions)
+    return status.model_copy(update={"conditions": shared})
+
+
+@lru_cache(maxsize=MOST_SHARED)
+def _shared(condition: Condition) -> Condition:
+    return condition
 
 
 def _unreadable(kind: Kind, raw: RawObject, error: ValidationError) -> None:

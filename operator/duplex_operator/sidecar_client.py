@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
+CALLS_AT_ONCE = 9
+"""Connections to one pod, its feed among them."""
+KEPT_S = 5.0
+"""An unused connection: with many pods they are most of the operator's memory."""
 TURN_END_S = 4
 """How long a hand-over waits for a turn's end; with the unit and the ledger behind it, it stays
 below the time of a call."""
@@ -100,7 +104,7 @@ class SidecarClient:
         self._server_name = address.server_name if credentials.ca_pem else None
         tls = ssl.create_default_context(cadata=credentials.ca_pem) if credentials.ca_pem else True
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, limit=16),
+            connector=aiohttp.TCPConnector(ssl=tls, limit=CALLS_AT_ONCE, keepalive_timeout=KEPT_S),
             headers={
                 "Authorization": f"Bearer {credentials.token}",
                 ADMIN_VERSION_HEADER: ADMIN_VERSION,

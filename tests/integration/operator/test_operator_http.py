@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,17 @@ class Broken(web.StreamResponse):
         return writer
 
 
+class Silent(web.StreamResponse):
+    """Begins, and says nothing for longer than its client waits."""
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        await super().prepare(request)
+        await self.write(b" ")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await asyncio.Event().wait()
+
+
 ADDED = '{"type":"ADDED","object":{"metadata":{"name":"talk","resourceVersion":"7"}}}'
 BOOKMARK = '{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9"}}}'
 EXPIRED = '{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired","message":"x"}}'
@@ -225,6 +237,14 @@ async def test_how_a_watch_breaks(
         async for _ in api.watch(SESSIONS, "", "5"):
             pass
     assert caught.value.status == status
+
+
+async def test_a_watch_without_a_word_ends(
+    api: KubernetesApi, stub: tuple[ApiStub, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_operator.apply.WATCH_SILENCE_S", 0.2)
+    stub[0].script = [Silent]
+    assert [event async for event in api.watch(PODS, "", "5")] == [None]
 
 
 async def test_a_watch_with_an_old_token_is_begun_with_a_new_one(

@@ -101,6 +101,26 @@ def test_the_indexes_agree_with_the_shelf(rows: list[tuple[int, str, str | None]
         assert len(store.sessions_of(ObjectKey("default", "x"))) == len(store.sessions)
 
 
+def test_equal_conditions_are_kept_once() -> None:
+    placed = {
+        "type": "Placed",
+        "status": "True",
+        "reason": "Placed",
+        "message": "on pod pod-a with fence 1",
+        "lastTransitionTime": "2026-01-02T03:04:05Z",
+        "observedGeneration": 1,
+    }
+    found: list[SessionObject] = []
+    for uid, message in (("u1", placed["message"]), ("u2", placed["message"]), ("u3", "x")):
+        raw = raw_session(3, uid) | {"status": {"conditions": [placed | {"message": message}]}}
+        session = read_session(raw)
+        assert session is not None
+        found.append(session)
+    first, second, third = ((one.status.conditions or ())[0] for one in found)
+    assert first is second
+    assert first != third
+
+
 def test_objects_are_read_as_far_as_decisions_look() -> None:
     assert read_session({"metadata": {"name": "a"}, "spec": {"poolRef": 1}}) is None
     assert read_pool({"metadata": {"name": "a"}, "spec": {}}) is None
