@@ -92,6 +92,7 @@ def asked(place: Place, verb: str, uid: str = "") -> int:
 
 
 @pytest.mark.parametrize("how", ["hangs", "is-killed"])
+@pytest.mark.long
 async def test_the_api_server_is_away_for_half_a_minute(
     frail: ApiServer, valkey: EmbeddedValkey, how: str
 ) -> None:

@@ -111,6 +111,7 @@ async def test_a_voice_that_is_not_there_yet(place: Place) -> None:
         assert pod.sessions[uid].voice_file == VOICE
 
 
+@pytest.mark.long
 async def test_a_voice_that_has_gone_before_a_move(place: Place) -> None:
     await place.make_pool()
     await place.make_pod("pod-a")

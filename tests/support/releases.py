@@ -57,10 +57,10 @@ class Voice:
 
 @contextmanager
 def running_voice(
-    cluster: OwnCluster, pods: int = 2, limits: Mapping[str, str] | None = None
+    cluster: OwnCluster, pods: int = 2, resources: Mapping[str, Mapping[str, str]] | None = None
 ) -> Generator[Voice]:
-    """Of that many pods with one slot each. Begins when they take sessions. limits: more of them
-    for each sidecar."""
+    """Of that many pods with one slot each. Begins when they take sessions. resources: requests
+    and limits of each sidecar that are different from the example's."""
     load_images(cluster)
     install_kinds(cluster)
     with cluster.namespace("voice") as namespace:
@@ -68,7 +68,8 @@ def running_voice(
         try:
             pool = cpu_pool(cluster, namespace, replicas=pods, slots=1)
             (sidecar,) = pool["spec"]["template"]["spec"]["containers"]
-            sidecar["resources"]["limits"] |= limits or {}
+            for kind, amounts in (resources or {}).items():
+                sidecar["resources"][kind] |= amounts
             cluster.apply(pool, namespace)
             voice = Voice(cluster, namespace, pool["metadata"]["name"])
             voice.await_free(pods)

@@ -24,6 +24,9 @@ def stage_environment(inherited: Mapping[str, str], cache_dir: Path) -> dict[str
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Freed memory of many threads' arenas would stay resident.
         "MALLOC_ARENA_MAX": "2",
+        # Each engine makes groups of one process with itself. Their sockets, which ask nobody for
+        # anything, would listen on the machine's address, in a pod for the whole cluster.
+        "GLOO_SOCKET_IFNAME": "lo",
         # Nothing is fetched, nothing is reported.
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
