@@ -42,6 +42,7 @@ CALL_TIMEOUT_MS = 800
 M, R, F = Durability.MEMORY, Durability.REPLICATED, Durability.FSYNC
 PERMITTED = {
     Fault.POWER_CUT: {M},
+    Fault.SLOW_DISK: {M},
     Fault.FAILOVER: {M, F},
     Fault.EMPTIED: {M, R, F},
     Fault.KILLED: set[Durability](),
@@ -50,7 +51,8 @@ PERMITTED = {
     Fault.CLOCK_BACK: set[Durability](),
 }
 """Under which durability each fault may lose what was acknowledged: the promised table."""
-GOES_BACK = {Fault.POWER_CUT, Fault.FAILOVER, Fault.EMPTIED}
+DISK = {Fault.POWER_CUT, Fault.SLOW_DISK}
+GOES_BACK = {*DISK, Fault.FAILOVER, Fault.EMPTIED}
 CASES = [
     pytest.param(fault, durability, id=f"{fault}-{durability}")
     for fault in Fault
@@ -144,7 +146,7 @@ async def test_what_is_lost_is_what_the_durability_permits(
         assert report.rules & LOSSES, "the loss was not provoked"
         assert (left is None) == (fault is Fault.EMPTIED)
         assert left is None or BEFORE <= left < told
-        assert (cut_bytes > 0) == (fault is Fault.POWER_CUT)
+        assert (cut_bytes > 0) == (fault in DISK)
     else:
         assert report.violations == ()
         assert left is not None

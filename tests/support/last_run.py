@@ -37,9 +37,19 @@ def add(section: str, reports: list[Report], **entries: Any) -> None:
     whole = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "long": is_long(),
+        "totals": _overall(),
         **{name: _sections[name] for name in sorted(_sections)},
     }
     FILE.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def _overall() -> dict[str, int]:
+    """Over all sections. A loss that a durability permits, and the mutants' own, are not among
+    them: those were provoked."""
+    names = ("crash_points", "histories", "refused_zombie_writes", "lost", "duplicated")
+    found = {name: sum(one.get(name, 0) for one in _sections.values()) for name in names}
+    mutants = sum(len(one.get("caught", {})) for one in _sections.values())
+    return {**found, "mutants_caught": mutants}
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ class Fault(StrEnum):
     POWER_CUT = "power_cut"
     """The disk stalls; then the server's host goes, and what was not synced with it. With a replica
     that one takes over, else the server starts again on what the disk has."""
+    SLOW_DISK = "slow_disk"
+    """The same, but each sync ends after a while: what waits for it is acknowledged late."""
     FAILOVER = "failover"
     """What is on its way to the replica stays there; then the replica takes over."""
     EMPTIED = "emptied"
@@ -37,6 +39,7 @@ class Fault(StrEnum):
 
 _SYNC = {Durability.FSYNC: "always"}
 CLOCK_STEP_S = 30
+SLOW_SYNC_MS = 300
 
 
 class ReplicationLine:
@@ -127,10 +130,11 @@ class Site:
 
     def begin(self) -> None:
         """What goes before the blow, while everybody still talks."""
-        if self.fault is Fault.POWER_CUT:
+        if self.fault in (Fault.POWER_CUT, Fault.SLOW_DISK):
             written = sizes_of(self._primary.folder)
             wait_until(lambda: self.shim.has(written))  # so that something is left
-            self.shim.set(hold=True)
+            slow = self.fault is Fault.SLOW_DISK
+            self.shim.set(hold=not slow, delay_ms=SLOW_SYNC_MS if slow else 0)
         elif self.fault is Fault.FAILOVER:
             assert self._line is not None
             self._line.keep_back()
@@ -146,7 +150,7 @@ class Site:
         The bytes that the disk lost, 0 for what is not about disks."""
         gone = 0
         match self.fault:
-            case Fault.POWER_CUT:
+            case Fault.POWER_CUT | Fault.SLOW_DISK:
                 self._primary.kill()
                 self.shim.set()
                 gone = self.shim.cut(self._primary.folder)
