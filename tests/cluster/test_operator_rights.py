@@ -2,6 +2,7 @@
 them, by the API server's own record of who asked for what."""
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,9 @@ from support.operators import Place, login, until
 from support.stand_in_pods import StandInPods
 
 from duplex_api.constants import API_GROUP
-from duplex_operator.apply import PODS, POOLS, SECRETS, SESSIONS, KubernetesApi
+from duplex_operator.apply import CONFIG_MAPS, PODS, POOLS, SECRETS, SESSIONS, KubernetesApi
 from duplex_operator.leader import Leader
+from duplex_operator.names import LABEL_VOICE
 from duplex_operator.objects import ObjectKey
 from duplex_operator.reign import Reign
 from duplex_operator.settings import OperatorSettings
@@ -224,8 +226,8 @@ async def test_every_right_is_needed_and_none_is_missing(
 
 
 async def live(place: Place, api: KubernetesApi) -> None:
-    """Pods come and go, and sessions with a token of the operator's, of the user's, and with a
-    short time to live."""
+    """Pods come and go, and sessions with a token of the operator's, of the user's, with a voice of
+    the user's, and with a short time to live."""
     await place.make_pool(slots=4, replicas=2)
     secret = {
         "apiVersion": "v1",
@@ -234,8 +236,16 @@ async def live(place: Place, api: KubernetesApi) -> None:
         "stringData": {"token": "a-token-of-the-user"},
     }
     await place.user.create(SECRETS, place.namespace, secret)
+    voice = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "calm", "labels": {LABEL_VOICE: "true"}},
+        "binaryData": {"calm.safetensors": base64.b64encode(b"a voice").decode()},
+    }
+    await place.user.create(CONFIG_MAPS, place.namespace, voice)
     await place.make_session("talk")
-    await place.make_session("named", tokenSecretRef={"name": "mine"})
+    voiced = {"configMapRef": {"name": "calm"}}
+    await place.make_session("named", tokenSecretRef={"name": "mine"}, voice=voiced)
     uid = await place.make_session("brief", lifecycle={"ttlAfterFinished": "1s"})
     for name in ("talk", "named", "brief"):
         await place.phase(name, "Ready")
