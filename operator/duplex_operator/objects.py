@@ -247,7 +247,8 @@ def _with_shared_conditions(status: SessionStatus) -> SessionStatus:
     """Thousands of sessions have the same few conditions, which would be most of their memory."""
     if status.conditions is None:
         return status
-    shared = tuple(_shared(condition) for condition in status.conditions)
+    # Frozen models have a hash, which pydantic's types do not tell.
+    shared = tuple(_shared(cast("Any", condition)) for condition in status.conditions)
     return status.model_copy(update={"conditions": shared})
 
 
