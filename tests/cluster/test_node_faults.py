@@ -115,7 +115,7 @@ async def test_a_pod_that_talks_is_evicted_by_its_kubelet(voice: Voice) -> None:
         async with calling(voice, "evicted") as caller:
             before = await caller.until_unit(4)
             pod = pod_that_talks(voice, "evicted")["metadata"]
-            write = f"head -c {STORAGE_MIB + 128}M /dev/zero >/tmp/too-much"
+            write = f"head -c {STORAGE_MIB + 128}M /dev/zero >$HOME/too-much"
             await shell(voice, pod["name"], write)
 
             def evicted() -> bool:
