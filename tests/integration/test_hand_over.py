@@ -20,6 +20,7 @@ from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 from duplex_sidecar.stages.envelope import EncoderClose
+from duplex_sidecar.stages.errors import StageFault
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import (
@@ -406,6 +407,32 @@ async def test_a_reply_is_cut_when_the_target_is_ready(
     cut = dict.fromkeys(sounding_units(caller, turn), (VOCABULARY.listen,))
     stages = [here.stages, there.stages]
     check_prompts(stages, session, terms, said, caller, cuts={last + 1: cut})
+
+
+@pytest.mark.parametrize("then", ["goes-on", "stops", "fails"])
+async def test_the_vocoder_hears_the_turn_again_before_its_next_sound_is_due(
+    here: Replica, there: Replica, then: str
+) -> None:
+    session, terms = f"hears-{then}", Terms("context")
+    caller = await called(here, session, terms)
+    last = await into_a_turn(here, caller)
+    while not sounding_units(caller, here.registry.live[session].speech.turn):
+        last = await into_a_turn(here, caller, last)
+    turn = here.registry.live[session].speech.turn
+    await prepare(there, session, terms, 2)
+    vocoder = there.stages.code2wav
+    if then == "fails":
+        vocoder.fail(here.registry.live[session].speech.unit, StageFault.TIMEOUT)
+    await hand_over(here, there, session, 2)
+    await until_moved(caller)
+    await caller.dial(there)
+    if then != "fails":
+        await eventually(lambda: any(chunk.session == session for chunk in vocoder.fed))
+    if then == "stops":
+        await caller.ask(TruncateReply(turn, 0, client_sequence=1))
+    await caller.talk(last + 8)
+    check_events(caller)
+    check_stage2(there.stages, session)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["target", "source"])

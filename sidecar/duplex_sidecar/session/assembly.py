@@ -195,6 +195,8 @@ async def _recover(
         heard, mark = open_unit.append.seq, open_unit.encoder_mark_samples
     if warm is not None:
         parts.encoder.adopt(warm.encoder)
+        if not decision.respeak and decision.redo is None:
+            parts.runner.catch_up(speech)
     restoring = asyncio.create_task(parts.encoder.follow(heard, mark))
     try:
         for again in decision.respeak:

@@ -7,7 +7,9 @@ sounds, never what is said. A lost or refused vocoder stream starts a new epoch 
 what sounded of the turn, muted (`session.catching_up`).
 """
 
+import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -39,8 +41,11 @@ from duplex_sidecar.stages.envelope import (
     WaveOpen,
 )
 from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import EpochCause, StageName, StepName
 from duplex_sidecar.telemetry.traces import SessionTrace
+
+log = logging.getLogger(__name__)
 
 SOURCE = 1
 """The one generator of a session's codes. Nothing retires it: recoveries start an epoch instead."""
@@ -120,6 +125,16 @@ class Speaker:
         """(stage generation, epoch) that Code2Wav has open for this session."""
         self._stopped = False
         """The client stopped the last reply: what the vocoder held back of it is dropped."""
+        self._again: tuple[ProducerState, asyncio.Task[ProducerState]] | None = None
+        """A catch-up under way, and the state that it began from."""
+
+    def catch_up(self, speech: Speech, metrics: Metrics) -> None:
+        """Let the vocoder hear from now on what another owner made of the present turn: else the
+        next sound waits for that. Returns at once."""
+        producer = speech.producer
+        if speech.turn_open and producer.sequence and not self._is_open(producer.epoch):
+            hearing = asyncio.create_task(self._hear_again(speech, metrics))
+            self._again = (producer, hearing)
 
     def stop(self) -> None:
         """The reply under way is over, without a last chunk; see `cuts.stopped`."""
@@ -253,6 +268,7 @@ class Speaker:
         unit: int,
         watch: UnitWatch,
     ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
+        producer = await self._caught_up(producer)
         muted: tuple[Chunk, ...] = ()
         cause = EpochCause.BARGE_IN if self._stopped else EpochCause.TURN_END
         if producer.epoch == 0:
@@ -293,6 +309,32 @@ class Speaker:
         new = (one.chunk.codes[one.chunk.left_context :] for one in sound if one.samples)
         self._sounded = self._sounded.then(new)
 
+    async def _hear_again(self, speech: Speech, metrics: Metrics) -> ProducerState:
+        muted, producer = begin_again(speech.producer, self._sounded)
+        try:
+            for chunk in muted:
+                if chunk.sequence == 0:
+                    await self._open(chunk.epoch)
+                    self._trace.stage2_epoch(chunk.epoch, EpochCause.RECOVERY)
+                    metrics.epoch(EpochCause.RECOVERY)
+                await self._feed(chunk, speech.handoff.turn, speech.turn, speech.unit)
+        except StageError as error:
+            # The next sound begins another epoch, and meets the trouble if it is still there.
+            log.info("not caught up: %s: %s", error.stage, error.fault)
+            self._opened = None
+        return producer
+
+    async def _caught_up(self, producer: ProducerState) -> ProducerState:
+        if self._again is None:
+            return producer
+        (before, hearing), self._again = self._again, None
+        after = await hearing
+        if producer == before:
+            return after
+        # The reply was stopped meanwhile: its next epoch comes behind the one that was opened.
+        epoch = after.epoch + (producer.sequence == 0)
+        return structs.replace(producer, epoch=max(producer.epoch, epoch))
+
     def _is_open(self, epoch: int) -> bool:
         return self._opened == (self._stages.code2wav.generation, epoch)
 
@@ -305,16 +347,23 @@ class Speaker:
         cause: EpochCause,
         watch: UnitWatch,
     ) -> SoundChunk:
-        session = self._settings.session
         if chunk.sequence == 0:
-            generation = self._stages.code2wav.generation
-            await self._stages.code2wav.open(WaveOpen(session, chunk.epoch, self._settings.voice))
-            self._opened, self._stopped = (generation, chunk.epoch), False
+            await self._open(chunk.epoch)
+            self._stopped = False
             self._trace.stage2_epoch(chunk.epoch, cause, watch.trace)
             watch.metrics.epoch(cause)
+        return await self._feed(chunk, record.turn[1], turn, unit)
+
+    async def _open(self, epoch: int) -> None:
+        stage = self._stages.code2wav
+        generation = stage.generation
+        await stage.open(WaveOpen(self._settings.session, epoch, self._settings.voice))
+        self._opened = (generation, epoch)
+
+    async def _feed(self, chunk: Chunk, handoff_turn: int, turn: int, unit: int) -> SoundChunk:
         samples = await self._stages.code2wav.feed(
             WaveFeed(
-                session=session,
+                session=self._settings.session,
                 epoch=chunk.epoch,
                 sequence=chunk.sequence,
                 turn=turn,
@@ -322,12 +371,15 @@ class Speaker:
                 codes=chunk.codes,
                 code_count=chunk.code_count,
                 last_chunk=chunk.last_chunk,
-                seed=f"{self._settings.seed}:wave:{record.turn[1]}",
+                seed=f"{self._settings.seed}:wave:{handoff_turn}",
             )
         )
         return SoundChunk(chunk, samples.pcm_s16le)
 
     async def close(self) -> None:
+        if self._again is not None:
+            self._again[1].cancel()
+            await asyncio.gather(self._again[1], return_exceptions=True)
         await self._stream.close()
         if self._opened is not None and self._opened[0] == self._stages.code2wav.generation:
             # A vocoder that is gone holds nothing of ours.

@@ -172,6 +172,10 @@ class UnitRunner:
             self._retain(after)
             return speech
 
+    def catch_up(self, speech: Speech) -> None:
+        """Make the vocoder ready for the turn that another owner began; returns at once."""
+        self._speaker.catch_up(speech, self._metrics)
+
     async def part(self) -> WarmStreams:
         """What another runner of this session can go on with here. Of this one only `close_voice`
         or `close` is called from now on."""
