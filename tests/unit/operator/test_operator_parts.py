@@ -236,6 +236,9 @@ def test_addresses_of_a_ledger() -> None:
             tls=True,
         )
     )
+    with pytest.raises(ValueError, match="Cluster") as caught:
+        read_address("redis+cluster://u:hidden@a:1,b:2")
+    assert "hidden" not in str(caught.value)
     settings = OperatorSettings.from_environment(REDIS | {"DUPLEX_REDIS_URL": "redis://:hidden@h"})
     assert "hidden" not in repr(settings)
 
