@@ -47,6 +47,7 @@ class FakeGrounds:
     outage_s = 1.4
     stop_s = 1.4
     slack_s = 4.0
+    patience_s = 30.0
     units = UNITS
     says = None
 

@@ -113,12 +113,14 @@ class Host(Protocol):
 
 class Grounds(Protocol):
     """Where cells are held: replicas over fake stages in one loop, or whole sidecars. outage_s:
-    how long an outage lasts, longer than a lease. stop_s: how long a process stands still. units:
-    of each conversation. says: what people say, a second each; None: noise."""
+    how long an outage lasts, longer than a lease. stop_s: how long a process stands still.
+    patience_s: of a client that hears nothing. units: of each conversation. says: what people say,
+    a second each; None: noise."""
 
     outage_s: float
     stop_s: float
     slack_s: float
+    patience_s: float
     units: int
     says: Callable[[int], bytes] | None
 
@@ -184,6 +186,7 @@ class Cell:
         """watched: name of a command, or `rebuild`, or "" for none."""
         struck = Witness(world, f"{name}-a", "a", world.says)
         other = Witness(world, f"{name}-b", "b", world.says)
+        struck.wait_s = other.wait_s = world.patience_s
         watch = world.watch(struck.session, watched)
         here = await world.start(watch)
         cell = cls(world, server, here, watch, struck, other, seed)
