@@ -33,7 +33,7 @@ test: env ## every tier: unit, integration, client, fault; cluster in its short 
 test-long: env ## the same with many more random cases and all of cluster
 	@$(PYTHON) -m scripts.run_tests --long
 
-soak: env ## the proofs of exactness at full length: every mode and disturbance at 120 units
+soak: env ## the proofs of exactness at full length, and faults at random for SOAK_MINUTES (120)
 	@$(PYTHON) -m scripts.run_tests soak
 
 check: env ## format, lint, types, import rules, dead code, lock and generated files, words

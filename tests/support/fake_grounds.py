@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from typing import cast
 
 from fake_thinker import FakeThinker
-from session_kit import VOCABULARY, WORD_IDS, Stages, Terms, eventually
+from session_kit import VOCABULARY, WORD_IDS, Stages, Terms, claim, eventually
 from support.fault_cells import SECOND_UNIT, Host, Watch
 from support.histories import Member, World
 from support.observing import Observer
 from support.resp_proxy import Plan
 from support.socket_proxy import SocketProxy
 
-from duplex_sidecar.ledger.server import Durability
+from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerFeed
 
 LEASE_MS, MARGIN_MS, RENEW_MS = 900, 150, 100
 TERMS = Terms("context")
 """Slides from unit 7 on."""
 UNITS = 12
+MOVED_FENCE = 2
+"""The first owner has fence 1."""
 GRACE_S = 0.2
+HAND_OVER_UNIT_S = 0.15
 
 
 class _WatchedThinker(FakeThinker):
@@ -44,12 +47,12 @@ class FakeGrounds:
     outage_s = 1.4
     stop_s = 1.4
     slack_s = 4.0
+    patience_s = 30.0
     units = UNITS
     says = None
 
-    def __init__(self, world: World, durability: Durability) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self._durability = durability
         self._thinker: FakeThinker | None = None
 
     @property
@@ -65,7 +68,7 @@ class FakeGrounds:
         return self.world.sockets
 
     def watch(self, session: str, what: str) -> Watch:
-        watch = Watch(session, what)
+        watch = Watch(session, what, unit_s=HAND_OVER_UNIT_S if what == "hand_over" else 0.0)
         if what == "rebuild":
             self._thinker = _WatchedThinker(session, watch)
         return watch
@@ -76,7 +79,7 @@ class FakeGrounds:
     async def start(self, plan: Plan) -> Member:
         thinker, self._thinker = self._thinker, None
         stages = Stages() if thinker is None else Stages(thinker=thinker)
-        return await self.world.start(plan, stages=stages, durability=self._durability)
+        return await self.world.start(plan, stages=stages)
 
     async def bury(self, host: Host) -> None:
         await self.world.bury(_member(host))
@@ -87,6 +90,19 @@ class FakeGrounds:
     async def park(self, host: Host, session: str) -> None:
         departures = _member(host).replica.registry.departures
         await self.world.unless_killed(_member(host), lambda: departures.park(session, grace_s=0.0))
+
+    async def hand_over(self, host: Host, to: Host, session: str) -> None:
+        source, target = _member(host), _member(to)
+        moved = claim(fence=MOVED_FENCE)
+        manifest = TERMS.manifest()
+        await self.world.unless_killed(
+            target, lambda: target.replica.registry.prepare(session, manifest, moved)
+        )
+        order = HandOver(target.name, MOVED_FENCE)
+        departures = source.replica.registry.departures
+        await self.world.unless_killed(
+            source, lambda: departures.hand_over(session, order, grace_s=0.0)
+        )
 
     async def declare_dead(self, lost: Host, to: Host) -> None:
         self.world.declare_dead(_member(lost), _member(to))

@@ -24,21 +24,26 @@ SECOND_UNIT = 3
 
 class Watch(Plan):
     """Tells of the nth command of that name of that session, and holds it until the blow has begun.
-    All commands meet `then`."""
+    All commands meet `then`. unit_s: each unit of that session takes so long at least until then,
+    since what leads up to the command takes its time, too."""
 
-    def __init__(self, session: str, name: str, nth: int = 1) -> None:
+    def __init__(self, session: str, name: str, nth: int = 1, unit_s: float = 0.0) -> None:
         self._session = session
         self._name = name
         self._left = nth
+        self._unit_s = unit_s
         self.reached = asyncio.Event()
         self.struck = asyncio.Event()
         self.then = Plan()
 
     async def before(self, command: Seen) -> Deed:
-        if command.facts.name == self._name and command.facts.session == self._session:
+        ours = command.facts.session == self._session and not self.reached.is_set()
+        if ours and command.facts.name == self._name:
             self._left -= 1
             if self._left == 0:
                 await self.stand_still()
+        elif ours and command.facts.name == "accept":
+            await asyncio.sleep(self._unit_s)
         return await self.then.before(command)
 
     async def after(self, command: Seen) -> Deed:
@@ -108,12 +113,14 @@ class Host(Protocol):
 
 class Grounds(Protocol):
     """Where cells are held: replicas over fake stages in one loop, or whole sidecars. outage_s:
-    how long an outage lasts, longer than a lease. stop_s: how long a process stands still. units:
-    of each conversation. says: what people say, a second each; None: noise."""
+    how long an outage lasts, longer than a lease. stop_s: how long a process stands still.
+    patience_s: of a client that hears nothing. units: of each conversation. says: what people say,
+    a second each; None: noise."""
 
     outage_s: float
     stop_s: float
     slack_s: float
+    patience_s: float
     units: int
     says: Callable[[int], bytes] | None
 
@@ -129,6 +136,7 @@ class Grounds(Protocol):
     async def bury(self, host: Host) -> None: ...
     async def open_session(self, host: Host, session: str) -> None: ...
     async def park(self, host: Host, session: str) -> None: ...
+    async def hand_over(self, host: Host, to: Host, session: str) -> None: ...
     async def declare_dead(self, lost: Host, to: Host) -> None: ...
     async def runs(self, host: Host, session: str) -> bool: ...
     async def kill(self, host: Host) -> None: ...
@@ -166,8 +174,9 @@ class Cell:
     lost: bool = False
     proof: bool = True
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    parking: "asyncio.Task[None] | None" = None
+    moving: "asyncio.Task[None] | None" = None
     heir: Host | None = None
+    _buried: bool = False
     _asked: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -177,9 +186,13 @@ class Cell:
         """watched: name of a command, or `rebuild`, or "" for none."""
         struck = Witness(world, f"{name}-a", "a", world.says)
         other = Witness(world, f"{name}-b", "b", world.says)
+        struck.wait_s = other.wait_s = world.patience_s
         watch = world.watch(struck.session, watched)
         here = await world.start(watch)
-        return cls(world, server, here, watch, struck, other, seed)
+        cell = cls(world, server, here, watch, struck, other, seed)
+        if watched == "hand_over":
+            await cell._the_heir()  # it has to be there before the conversation is over
+        return cell
 
     @property
     def people(self) -> tuple[Witness, Witness]:
@@ -205,27 +218,34 @@ class Cell:
             await asyncio.sleep(RETRY_S)
 
     async def _place(self, person: Witness) -> Host:
-        moved = False
-        if person is self.struck and self.parking is not None:
-            await asyncio.wait({self.parking})
-            moved = not self.parking.cancelled() and self.parking.exception() is None
-        if not self.lost and not moved:
+        """Where a gateway would send that person."""
+        if not self.lost and not await self._moved(person):
             return self.here
-        async with self._asked:
-            if self.heir is None:
-                if self.here.killed.is_set():
-                    await self.world.bury(self.here)
-                self.heir = await self._started()
-            if self.lost and self.proof:
-                await self.world.declare_dead(self.here, self.heir)
-        return self.heir
+        if self.here.killed.is_set() and not self._buried:
+            self._buried = True
+            await self.world.bury(self.here)
+        heir = await self._the_heir()
+        if self.lost and self.proof:
+            await self.world.declare_dead(self.here, heir)
+        return heir
 
-    async def _started(self) -> Host:
+    async def _moved(self, person: Witness) -> bool:
+        if person is not self.struck or self.moving is None:
+            return False
+        await asyncio.wait({self.moving})
+        if not self.moving.cancelled() and self.moving.exception() is None:
+            return True
+        return self.heir is not None and await self.world.runs(self.heir, person.session)
+
+    async def _the_heir(self) -> Host:
         """As a sidecar starts: it waits for a ledger that is not there yet."""
-        while True:
-            with suppress(LedgerUnavailable):
-                return await self.world.start(Plan())
-            await asyncio.sleep(RETRY_S)
+        async with self._asked:
+            while self.heir is None:
+                with suppress(LedgerUnavailable):
+                    self.heir = await self.world.start(Plan())
+                    break
+                await asyncio.sleep(RETRY_S)
+        return self.heir
 
     async def _open(self, host: Host, person: Witness) -> bool:
         try:
@@ -234,6 +254,15 @@ class Cell:
             return error.code is ErrorCode.SESSION_ENDED
         return True
 
-    def park_struck(self) -> None:
-        """As the operator moves a session: parked here, then taken up by another replica."""
-        self.parking = asyncio.create_task(self.world.park(self.here, self.struck.session))
+    def park(self) -> None:
+        """As the operator moves a session whose new replica is not ready."""
+        self.moving = asyncio.create_task(self.world.park(self.here, self.struck.session))
+
+    def hand_over(self) -> None:
+        """As the operator moves a session to a replica that is ready for it."""
+
+        async def move() -> None:
+            heir = await self._the_heir()
+            await self.world.hand_over(self.here, heir, self.struck.session)
+
+        self.moving = asyncio.create_task(move())

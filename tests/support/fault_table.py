@@ -80,8 +80,8 @@ async def _freeze(cell: Cell) -> None:
     await cell.world.freeze(cell.here, cell.gate)
     for person in cell.people:
         cell.world.sockets.hang_up(person.client)
-    if cell.parking is not None:
-        cell.parking.cancel()  # nobody waits for its answer
+    if cell.moving is not None:
+        cell.moving.cancel()  # nobody waits for its answer
 
 
 async def _thaw(cell: Cell) -> None:
@@ -218,9 +218,13 @@ async def _speaking(cell: Cell) -> None:
 
 
 async def _parking(cell: Cell) -> None:
-    """A move, until sessions are handed over between living replicas: parked, taken up there."""
-    await cell.struck.until(lambda: max(cell.struck.units_done, default=0) >= SECOND_UNIT + 1)
-    cell.park_struck()
+    await cell.struck.until(lambda: max(cell.struck.units_done, default=0) > SECOND_UNIT)
+    cell.park()
+
+
+async def _handing_over(cell: Cell) -> None:
+    await cell.struck.until(lambda: max(cell.struck.units_done, default=0) > SECOND_UNIT)
+    cell.hand_over()
 
 
 MOMENTS = (
@@ -228,7 +232,8 @@ MOMENTS = (
     Moment("listening", reached=_listening),
     Moment("speaking", reached=_speaking),
     Moment("rebuilding", "rebuild"),
-    Moment("moving", "park", _parking),
+    Moment("parking", "park", _parking),
+    Moment("handing-over", "hand_over", _handing_over),
     Moment("closing", "release"),
 )
 
@@ -250,7 +255,7 @@ async def hold_cell(cell: Cell, fault: Fault, moment: Moment) -> None:
         over_s = time.monotonic() - began_s
         await asyncio.gather(*talking)
     finally:
-        for task in (*talking, *([cell.parking] if cell.parking else [])):
+        for task in (*talking, *([cell.moving] if cell.moving else [])):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     for person in cell.people:

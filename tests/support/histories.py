@@ -363,6 +363,8 @@ class Person:
         self._world = world
         self.session = session
         self.client = client
+        self.wait_s = WAIT_S
+        """For an event, before something is wrong."""
         self.last_sequence = 0
         self.acknowledged_unit = 0
         self.units_done: set[int] = set()
@@ -440,7 +442,7 @@ class Person:
 
     async def _hear(self, socket: ClientConnection) -> dict[str, Any]:
         """The next event. Raises Lost, ConnectionClosed."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(self.wait_s):
             event: dict[str, Any] = json.loads(await socket.recv())
         number = event.get("server_event_seq")
         if number is not None:

@@ -36,10 +36,13 @@ SESSION = manifest(
     lifecycle={"disconnectGrace": "10m"},
 )
 UNITS = 18
+MOVED_FENCE = 2
+"""The first owner has fence 1."""
 MAX_MODEL_TOKENS = 512
 STAGES = ("encoder", "thinker", "talker", "code2wav")
 POLL_S = 0.1
 END_S = 60.0
+CELL_S = 420.0
 
 
 @dataclass(eq=False)
@@ -123,7 +126,8 @@ class Fleet:
             watched = moment.watched
             cell = await Cell.prepare(grounds, self.server(), name, watched, seed)
             try:
-                await hold_cell(cell, fault, moment)
+                async with asyncio.timeout(CELL_S):
+                    await hold_cell(cell, fault, moment)
             finally:
                 for person in cell.people:
                     await grounds.finish(person.session)
@@ -135,8 +139,9 @@ class RealGrounds:
 
     outage_s = 4.5
     stop_s = 30.0
-    slack_s = 30.0
+    slack_s = 90.0
     """A stage that ended is back after that time, and less."""
+    patience_s = 150.0
     units = UNITS
 
     def __init__(self, fleet: Fleet, name: str) -> None:
@@ -199,6 +204,12 @@ class RealGrounds:
 
     async def park(self, host: Host, session: str) -> None:
         await self._admin(host, "POST", f"/sessions/{session}/park", {})
+
+    async def hand_over(self, host: Host, to: Host, session: str) -> None:
+        named = {"manifest": SESSION, "token": TOKEN, "fence": MOVED_FENCE}
+        await self._admin(to, "POST", f"/sessions/{session}/prepare", named)
+        order = {"target": to.name, "fence": MOVED_FENCE}
+        await self._admin(host, "POST", f"/sessions/{session}/hand-over", order)
 
     async def declare_dead(self, lost: Host, to: Host) -> None:
         await asyncio.to_thread(_sidecar(to).declare_dead, lost.name)

@@ -21,6 +21,7 @@ _WRITES = frozenset(
     {
         *OWNERS_SCRIPTS,
         ScriptName.CREATE,
+        ScriptName.OFFER,
         ScriptName.ACQUIRE,
         ScriptName.BREAK,
         ScriptName.ERASE,
