@@ -47,7 +47,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_file_that_is_named_exists(page: Path) -> None:
     paths = {code for code in code_of(page) if _PATH.match(code)}
     homes = (page.parent, *HOMES)
-    made = {"demo-out/spans.jsonl", "tests/faults/last_run.json"}
+    made = {"demo-out/spans.jsonl", "tests/faults/last_run.json", "tests/soak/last_soak.json"}
     gone = {path for path in paths if not any((home / path).exists() for home in homes)}
     assert gone - made == set()
 
