@@ -178,7 +178,7 @@ def build(parts: Sequence[str] = ()) -> Path:
 
 
 @contextmanager
-def building_meanwhile(parts: Sequence[str] = ()) -> Generator[None]:
+def building_meanwhile(parts: Sequence[str] = ()) -> Generator["subprocess.Popen[bytes]"]:
     """`build` in another process, on processor time that nobody else wants, until this ends.
 
     What it prints is in the cache. Whoever calls `build` meanwhile waits for it, and sees what
@@ -200,7 +200,7 @@ def building_meanwhile(parts: Sequence[str] = ()) -> Generator[None]:
         ) as process,
     ):
         try:
-            yield
+            yield process
         finally:
             if process.poll() is None:
                 # The compilers too: they are of its group.
