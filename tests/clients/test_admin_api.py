@@ -10,6 +10,7 @@ import pytest
 from support.material import manifest
 from support.realtime import dialled, joined, new_session
 
+from duplex_sidecar.admin.guard import MAX_BODY_BYTES
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 
 pytestmark = pytest.mark.client
@@ -258,7 +259,7 @@ def test_requests_that_are_malformed(sidecar: LocalSidecar, body: bytes, path: s
 
 
 def test_a_body_without_end_is_not_read(sidecar: LocalSidecar) -> None:
-    status, answer = request(sidecar, "PUT", "/sessions/x", bytes(2 * 1024 * 1024))
+    status, answer = request(sidecar, "PUT", "/sessions/x", bytes(MAX_BODY_BYTES + 1))
     assert status == 413
     assert answer["error"]["code"] == "event_too_large"
 
