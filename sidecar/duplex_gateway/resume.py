@@ -201,12 +201,12 @@ class ResumeState:
         """The next message for the owner, None when all are sent."""
         if not self.connected:
             return None
+        if self._commands_again and self._is_next(self._commands_again[0]):
+            return self._commands_again.popleft().message
         if self._formats_first:
             first = self._formats_first.popleft()
             self._unanswered[Kind.FORMAT].append(first)
             return first.message
-        if self._commands_again:
-            return self._commands_again.popleft().message
         if not self._waiting:
             return None
         item = self._waiting.popleft()
@@ -224,6 +224,16 @@ class ResumeState:
             self._unanswered[kind].append(item)
         self._sent.append(item)
         return item.message
+
+    def _is_next(self, command: HeldMessage) -> bool:
+        """Numbers only grow, those of formats too: what comes behind a larger one is refused."""
+        number = command.said.client_sequence or 0
+        formats = (
+            item.said.client_sequence or number
+            for item in (*self._formats_first, *self._waiting)
+            if item.said.kind is Kind.FORMAT
+        )
+        return all(other >= number for other in formats)
 
     def _keep_command(self, item: HeldMessage) -> None:
         if item.said.client_sequence is not None:

@@ -132,9 +132,14 @@ def read_client_message(message: Message) -> ClientMessage:
             kind = Kind.HEARTBEAT
         case Close():
             kind = Kind.CLOSE
-        case SetInputFormat(encoding=encoding, rate_hz=rate_hz):
-            input_format = InputFormat(encoding, rate_hz)
-            return ClientMessage(Kind.FORMAT, message, head.event_id, format=input_format)
+        case SetInputFormat(encoding=encoding, rate_hz=rate_hz, client_sequence=number):
+            return ClientMessage(
+                Kind.FORMAT,
+                message,
+                head.event_id,
+                format=InputFormat(encoding, rate_hz),
+                client_sequence=number,
+            )
         case CancelReply() | TruncateReply() | AcknowledgePlayback() if (
             command.client_sequence is not None and len(message) <= MAX_COMMAND_BYTES
         ):

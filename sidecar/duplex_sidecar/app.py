@@ -269,6 +269,7 @@ def create_apps(
         sidecar.model.config.token2wav,
         sidecar.model.given,
         lambda: given_voices_in_use(sidecar.roster),
+        settings.slots,
     )
     router = admin_router(
         lambda: sidecar.sessions, lambda: sidecar.problem is None, sidecar.feed, voices

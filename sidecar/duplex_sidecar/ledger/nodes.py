@@ -110,6 +110,8 @@ class Cluster:
         self._nodes: dict[tuple[str, int], Node] = {}
         self._slots: list[tuple[str, int]] = [seeds[0]] * SLOTS
         self._primaries: tuple[tuple[str, int], ...] = ()
+        self._unanswered: set[tuple[str, int]] = set()
+        """Asked lately for who has which slots, without an answer yet."""
 
     def holding(self, key: str) -> Node:
         return self._at(self._slots[key_slot(key.encode()) if key else 0])
@@ -127,14 +129,20 @@ class Cluster:
         return self._at(place)
 
     async def look_again(self) -> None:
-        """Ask the nodes one after another who has which slots. Raises the last one's error."""
+        """Ask the nodes one after another who has which slots. Raises the last one's error. There
+        may be time for no more than one question: who did not answer the last one is asked last."""
         failed: Exception | None = None
-        for place in dict.fromkeys((*self._primaries, *self._seeds)):
+        places = dict.fromkeys((*self._primaries, *self._seeds))
+        if self._unanswered.issuperset(places):
+            self._unanswered.clear()
+        for place in sorted(places, key=self._unanswered.__contains__):
             node = self._at(place)
+            self._unanswered.add(place)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await node.redis.execute_command("CLUSTER", "SLOTS")
                 self._learn(place, cast("list[list[Any]]", answer))
+                self._unanswered.discard(place)
                 return
             except (RedisError, OSError, TimeoutError) as error:
                 failed = error

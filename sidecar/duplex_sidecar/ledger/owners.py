@@ -37,6 +37,8 @@ _OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER, Sc
 class _Owner:
     recent: RecentWrites = field(default_factory=RecentWrites)
     mending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    mends: int = 0
+    """How often the ledger was given back what it had lost."""
 
 
 class OwnersCalls:
@@ -51,25 +53,28 @@ class OwnersCalls:
     async def run(self, call: PendingCall) -> Reply:
         """The answer of a script that did its work. Raises what it refuses; `LedgerRegressed` where
         the ledger lost more than is remembered here."""
+        owner = self._owners.get(call.session)
+        mends = 0 if owner is None else owner.mends
         try:
             reply = await self._judged(call)
         except (HeadMismatch, JournalMismatch) as refusal:
-            owner = self._owners.get(call.session)
             if owner is None:
                 raise
             async with owner.mending:
-                await self._mend(owner, call, refusal)
+                if owner.mends == mends:  # else a reader has had it mended meanwhile
+                    await self._mend(owner, call, refusal)
             reply = await self._judged(call)
         except _NO_OWNER:
             self._owners.pop(call.session, None)
             raise
-        self._remember(call)
+        self._remember(call, reply)
         return reply
 
-    def _remember(self, call: PendingCall) -> None:
+    def _remember(self, call: PendingCall, reply: Reply) -> None:
+        broken = call.script is ScriptName.BREAK and reply[1] == b"1"
         if call.script is ScriptName.ACQUIRE:
             self._owners[call.session] = _Owner()
-        elif call.script in _OVER:
+        elif call.script in _OVER or broken:
             self._owners.pop(call.session, None)
         elif (owner := self._owners.get(call.session)) is not None:
             owner.recent.note(call, time.monotonic_ns() // 1_000_000)
@@ -81,8 +86,10 @@ class OwnersCalls:
         if owner is None:
             return False
         async with owner.mending:
+            # What is acknowledged from here on is not lost: it may only be missing in `meta`.
+            known = owner.recent.copy()
             meta = await self._reader.meta(session)
-            suffix = owner.recent.after(meta) if meta is not None else None
+            suffix = known.after(meta) if meta is not None else None
             if suffix is None or suffix.standing is not Standing.SHORT:
                 return False
             try:
@@ -91,6 +98,7 @@ class OwnersCalls:
                 raise
             except LedgerError:
                 return False  # its next write finds out why
+            owner.mends += 1
         return True
 
     async def _mend(self, owner: _Owner, call: PendingCall, refusal: LedgerError) -> None:

@@ -67,6 +67,12 @@ class RecentWrites:
         ):
             self._bytes -= self._written.popleft().size_bytes
 
+    def copy(self) -> "RecentWrites":
+        """As they are now."""
+        other = RecentWrites()
+        other._written, other._bytes = self._written.copy(), self._bytes
+        return other
+
     def after(self, meta: SessionMeta) -> Suffix:
         """meta: of the ledger that refused a write of this owner for its head or its journal."""
         behind = tuple(w.call for w in self._written if _is_behind(w.call, meta))

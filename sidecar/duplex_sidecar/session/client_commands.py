@@ -195,12 +195,13 @@ class CommandDesk:
 
 
 def _played(command: AcknowledgePlayback, speech: Speech) -> Position:
-    """Raises ClientError when no such sound was sent."""
+    """(0, 0) where nothing was played yet: a turn of which nothing sounds is none to the ledger.
+    Raises ClientError when no such sound was sent."""
     units = units_of(speech, command.turn)
     if command.played_samples > units[-1].to_samples:
         detail = f"{units[-1].to_samples} samples of it were sent"
         raise ClientError(ErrorCode.PLAYBACK_ITEM_MISMATCH, detail, "played_samples")
-    return command.turn, command.played_samples
+    return (command.turn, command.played_samples) if command.played_samples else (0, 0)
 
 
 def _failure(command: Numbered, error: ClientError) -> Failure:

@@ -147,6 +147,8 @@ def taken_back(
     if heard < units[0].from_samples:
         raise ClientError(ErrorCode.PLAYBACK_ACK_TOO_LATE, param="audio_end_ms")
     answers = {unit.seq: unit for unit in said}
+    if units[-1].unit not in answers:
+        raise ClientError(ErrorCode.PLAYBACK_ACK_TOO_LATE, param="audio_end_ms")
     kept: dict[int, int] = {}
     for sent in units:
         if sent.to_samples <= heard:

@@ -114,9 +114,8 @@ class Departures:
             if outcome.done() or entry.task.done():
                 break
         assert outcome is not None
-        waits = not (outcome.done() or entry.actor.leaving)
-        if waits and entry.actor.withdraw_hand_over(order):
-            raise PlacementRefused(Refusal.SESSION_BUSY, "a unit is under way for too long")
+        if not (outcome.done() or entry.actor.leaving):
+            entry.actor.withdraw_hand_over(order)  # the outcome says so
         await asyncio.wait({outcome, entry.task}, return_when=asyncio.FIRST_COMPLETED)
         if not outcome.done():
             ending = entry.actor.ending or SHUT_DOWN

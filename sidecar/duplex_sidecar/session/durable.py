@@ -216,19 +216,20 @@ class DurableSession:
     async def _while_away(self, attempt: Callable[[LedgerUnavailable | None], Awaitable[_T]]) -> _T:
         """Try until the ledger answers. `attempt` is told how the try before it failed."""
         failed: LedgerUnavailable | None = None
-        while True:
-            try:
-                answer = await attempt(failed)
-                break
-            except (LedgerUnavailable, ServerFull) as error:
-                failed = error if isinstance(error, LedgerUnavailable) else None
-                if self._away_since is None:
-                    self._away_since = self._clock_s()
-                if self._keeper.lost_because is not None:
-                    raise self._keeper.lost_because from error
-                await asyncio.sleep(RETRY_EVERY_S)
-        self._away_since = None
-        return answer
+        try:
+            while True:
+                try:
+                    return await attempt(failed)
+                except (LedgerUnavailable, ServerFull) as error:
+                    failed = error if isinstance(error, LedgerUnavailable) else None
+                    if self._away_since is None:
+                        self._away_since = self._clock_s()
+                    if self._keeper.lost_because is not None:
+                        raise self._keeper.lost_because from error
+                    await asyncio.sleep(RETRY_EVERY_S)
+        finally:
+            # A refusal is an answer, too; and of a call that was given up nobody would learn it.
+            self._away_since = None
 
     def _count(self, call: LedgerCall, started: float) -> None:
         self._metrics.ledger_call(call, (time.perf_counter() - started) * 1000)

@@ -21,7 +21,9 @@ SPARE_VOICES = 16
 
 
 class GivenVoices:
-    """references: gets the length of each voice's clip, in samples at 16 kHz. in_use: names."""
+    """references: gets the length of each voice's clip, in samples at 16 kHz. in_use: names; of
+    sessions that live here. slots: so many more may be on their way, prepared or being opened, and
+    bring their voices before they live."""
 
     def __init__(
         self,
@@ -30,12 +32,14 @@ class GivenVoices:
         config: Token2WavConfig,
         references: dict[str, int],
         in_use: Callable[[], Set[str]],
+        slots: int = 0,
     ) -> None:
         self._folder = folder
         self._checkpoint = checkpoint
         self._config = config
         self._references = references
         self._in_use = in_use
+        self._spare = SPARE_VOICES + slots
         self._lock = threading.Lock()
         self._newest: dict[str, None] = {}
         """Names; the one that was given last comes last."""
@@ -69,7 +73,7 @@ class GivenVoices:
     def _make_room(self, keep: str) -> None:
         needed = self._in_use() | {keep}
         idle = [name for name in self._newest if name not in needed]
-        for name in idle[: max(0, len(idle) - SPARE_VOICES)]:
+        for name in idle[: max(0, len(idle) - self._spare)]:
             del self._newest[name]
             self._references.pop(name, None)
             (self._folder / f"{name}{VOICE_SUFFIX}").unlink(missing_ok=True)

@@ -54,10 +54,14 @@ class PassingOn:
         return wish.outcome
 
     def withdraw(self, order: HandOver) -> bool:
-        """Go on after all. False where there is nothing to withdraw, or no longer."""
-        if self._wish is None or self._wish.order != order or self._wish.granted:
+        """Go on after all; whoever waits for the outcome is told. False where there is nothing to
+        withdraw, or no longer."""
+        wish = self._wish
+        if wish is None or wish.order != order or wish.granted:
             return False
         self._wish = None
+        busy = "a unit is under way for too long"
+        wish.outcome.set_exception(PlacementRefused(Refusal.SESSION_BUSY, busy))
         return True
 
     def grant(self, standing: Standing) -> bool:

@@ -33,10 +33,10 @@ def append(audio: bytes, **more: Any) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": b64(audio)} | more)
 
 
-def update(kind: str, rate: int = 16_000) -> str:
+def update(kind: str, rate: int = 16_000, **more: Any) -> str:
     wanted = {"type": kind, "rate": rate}
     session = {"type": "realtime", "audio": {"input": {"format": wanted}}}
-    return json.dumps({"type": "session.update", "session": session})
+    return json.dumps({"type": "session.update", "session": session} | more)
 
 
 def event(kind: str, **fields: Any) -> bytes:
@@ -655,6 +655,19 @@ def test_a_numbered_command_is_said_to_each_owner_until_one_answers_it() -> None
     connect(state, 10, fence=3)
     assert sent(state) == []
     assert state.held_bytes == 0
+
+
+def test_numbered_commands_and_formats_are_said_again_in_the_order_of_their_numbers() -> None:
+    state = greeted()
+    say(state, command(1), append(bytes(20)), update(PCM16, client_sequence=2), command(3))
+    assert [each.get("client_sequence") for each in sent(state)] == [1, None, 2, 3]
+    state.hear(event("session.updated"))
+    state.lose()
+    connect(state, 0, fence=2)
+    assert [each.get("client_sequence") for each in sent(state)] == [1, None, 2, 3]
+    state.lose()
+    connect(state, 10, fence=3)
+    assert [each.get("client_sequence") for each in sent(state)] == [1, 2, 3]
 
 
 def test_commands_without_a_number_and_too_many_are_not_kept() -> None:

@@ -86,9 +86,13 @@ def test_no_more_is_heard_than_was_sent(heard_ms: int, code: ErrorCode) -> None:
 
 def test_what_is_too_long_ago_is_said_for_good() -> None:
     known = sent(64, 65, start=10 * SECOND)
-    for units, said in ((known, [spoken(64), spoken(65)]), (sent(4), [spoken(5)])):
+    for units, said, heard_ms in (
+        (known, [spoken(64), spoken(65)], 500),
+        (sent(4), [spoken(5)], 500),
+        (sent(4), [spoken(5)], 1_000),
+    ):
         with pytest.raises(ClientError) as error:
-            taken_back(units, said, 500, SLOT, VOCABULARY)
+            taken_back(units, said, heard_ms, SLOT, VOCABULARY)
         assert error.value.code is ErrorCode.PLAYBACK_ACK_TOO_LATE
 
 

@@ -24,11 +24,11 @@ def voice_file(folder: Path, seed: int = 0, codes: int = 20) -> bytes:
 class Kept:
     """Voices, and who speaks with them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slots: int = 0) -> None:
         self.folder = folder
         self.known: dict[str, int] = {}
         self.used: set[str] = set()
-        self.voices = GivenVoices(folder, folder, CONFIG, self.known, lambda: self.used)
+        self.voices = GivenVoices(folder, folder, CONFIG, self.known, lambda: self.used, slots)
 
     def files(self) -> set[str]:
         return {path.stem for path in self.folder.iterdir()}
@@ -71,3 +71,13 @@ def test_voices_in_use_stay_and_the_oldest_others_go(tmp_path: Path) -> None:
     kept.used = set()
     kept.voices.take(voice_file(tmp_path, seed=2_000, codes=4))
     assert spoken not in kept.known
+
+
+def test_the_voices_of_sessions_that_all_come_at_once_stay(tmp_path: Path) -> None:
+    slots = 4
+    kept = Kept(tmp_path / "given", slots)
+    names = {
+        kept.voices.take(voice_file(tmp_path, seed, codes=4))
+        for seed in range(SPARE_VOICES + slots)
+    }
+    assert kept.files() == names

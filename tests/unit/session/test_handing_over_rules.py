@@ -108,9 +108,12 @@ async def test_a_wish_is_granted_once_and_moves_the_lease() -> None:
 async def test_a_wish_is_taken_back_by_who_had_it() -> None:
     passing_on, _ = passing(FakeDurable())
     assert not passing_on.withdraw(ORDER)
-    passing_on.wish(ORDER, 0.0)
+    outcome = passing_on.wish(ORDER, 0.0)
     assert not passing_on.withdraw(HandOver("c", 2))
     assert passing_on.withdraw(ORDER)
+    told = outcome.exception()  # also who else asked for it and still waits
+    assert isinstance(told, PlacementRefused)
+    assert told.refusal is Refusal.SESSION_BUSY
     assert not passing_on.grant(standing())
     passing_on.wish(HandOver("c", 3), 0.0)
     assert passing_on.grant(standing())

@@ -211,3 +211,20 @@ async def test_loading_waits_for_the_ledger_too(make: Any) -> None:
     session, ledger, _ = make(away(), away(), loaded)
     assert await session.load() is loaded
     assert len(ledger.calls) == 3
+
+
+async def test_after_a_call_that_is_refused_or_given_up_nobody_counts_the_ledger_as_away(
+    make: Any, clock: Clock
+) -> None:
+    session, _, _ = make(away(), HeadMismatch("s", BEFORE))
+    with pytest.raises(HeadMismatch):
+        await session.redo(3, 2, "engine_restart")
+    clock.now += 5.0
+    assert not session.refuses_input
+    session, ledger, _ = make(*[away()] * 10_000)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await session.load()
+    assert ledger.calls
+    clock.now += 5.0
+    assert not session.refuses_input, "its next write would never be allowed to come"
