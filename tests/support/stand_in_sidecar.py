@@ -237,7 +237,9 @@ class StandInSidecar:
         fence = int(body["fence"])
         if uid not in self.sessions:
             manifest = json.loads(body["manifest"])
-            self.prepared[uid] = StandInSession(uid, manifest, body["tokenHash"], fence)
+            session = StandInSession(uid, manifest, body["tokenHash"], fence)
+            session.voice_file = base64.b64decode(body.get("voiceFile", ""))
+            self.prepared[uid] = session
         return web.json_response({"prepared": True, "fence": fence, "units": 0})
 
     async def _hand_over(self, request: web.Request) -> web.Response:

@@ -336,6 +336,15 @@ async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
     await client.close()
 
 
+async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    await client.put_session("spoken", "{}", "f" * 64, 1, b"a voice")
+    await client.prepare("expected", "{}", "f" * 64, 2, b"another")
+    assert sidecar.sessions["spoken"].voice_file == b"a voice"
+    assert sidecar.prepared["expected"].voice_file == b"another"
+    await client.close()
+
+
 async def test_a_wrong_token_and_nobody_there(sidecar: StandInSidecar) -> None:
     client = client_of(token="wrong")
     with pytest.raises(SidecarRefusalError) as caught:
