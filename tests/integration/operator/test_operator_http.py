@@ -1,7 +1,7 @@
 """The operator's ways out over real sockets: what comes back in every way that it can."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +55,12 @@ class ApiStub:
     script: list[Callable[[], web.StreamResponse]] = field(default_factory=list)
     asked: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """Instead of the script."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.handler is not None:
+            return await self.handler(request)
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path, dict(request.query), body))
         self.authorizations.append(request.headers.get("Authorization", ""))
@@ -146,6 +150,31 @@ async def test_a_replaced_token_is_read_again(stub: tuple[ApiStub, str]) -> None
     stub[0].script = [answer(401), answer(200)]
     await api.get(SESSIONS, KEY)
     assert stub[0].authorizations == ["Bearer first", "Bearer second"]
+    await api.close()
+
+
+async def test_many_calls_with_an_old_token_make_one_new_connection(
+    stub: tuple[ApiStub, str],
+) -> None:
+    naps, reconnected = Naps(), 0
+    arrived = asyncio.Barrier(8)
+
+    def reconnect() -> kopf.ConnectionInfo:
+        nonlocal reconnected
+        reconnected += 1
+        return kopf.ConnectionInfo(server=stub[1], token="second")
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        old = request.headers["Authorization"] == "Bearer first"
+        if old:
+            await arrived.wait()
+        return web.json_response({}, status=401 if old else 200)
+
+    stub[0].handler = handle
+    first = kopf.ConnectionInfo(server=stub[1], token="first")
+    api = KubernetesApi(first, sleep=naps.nap, reconnect=reconnect)
+    await asyncio.wait_for(asyncio.gather(*(api.get(SESSIONS, KEY) for _ in range(8))), 10)
+    assert reconnected == 1
     await api.close()
 
 
