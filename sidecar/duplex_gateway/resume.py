@@ -290,12 +290,23 @@ class ResumeState:
         return passing
 
     def _applied(self, message: bytes, event: ServerEvent) -> Verdict:
-        """A numbered command is done: under the client's own name for it."""
-        item = self._commands.pop(event.duplex.client_sequence, None)
+        """A numbered command is done: under the client's own name for it. A format is said to each
+        owner, so that more than one tells of it."""
         name = event.client_event_id or ""
+        item = self._commands.pop(event.duplex.client_sequence, None) or self._format_named(name)
+        if item is not None and item.applied:
+            return Verdict(Pass.DROP, message, event)
+        if item is not None:
+            item.applied = True
         if name.startswith(GATEWAY_ID_PREFIX):
             message = with_client_id(message, item.said.event_id if item else None)
         return Verdict(Pass.FORWARD, message, event)
+
+    def _format_named(self, name: str) -> HeldMessage | None:
+        formats = [item for item in self._sent if item.said.kind is Kind.FORMAT]
+        if self._base is not None:
+            formats.append(self._base)
+        return next((item for item in formats if item.name is not None and item.name == name), None)
 
     def _refused(self, message: bytes, event: ServerEvent) -> Verdict:
         """An error. What it refuses counts no more; what is refused only because the owner lets go

@@ -657,6 +657,21 @@ def test_a_numbered_command_is_said_to_each_owner_until_one_answers_it() -> None
     assert state.held_bytes == 0
 
 
+def test_a_numbered_format_is_told_of_once_under_the_clients_name() -> None:
+    state = greeted()
+    say(state, json.dumps(json.loads(update(PCM16)) | {"client_sequence": 1, "event_id": "mine"}))
+    (first,) = sent(state)
+    state.hear(event("session.updated"))
+    verdict = state.hear(applied(1, first["event_id"]))
+    assert verdict.passing is Pass.FORWARD
+    assert json.loads(verdict.message)["client_event_id"] == "mine"
+    state.lose()
+    connect(state, 0, fence=2)
+    assert sent(state) == [first], "a format holds for its connection alone"
+    assert state.hear(event("session.updated")).passing is Pass.DROP
+    assert state.hear(applied(1, first["event_id"])).passing is Pass.DROP
+
+
 def test_commands_without_a_number_and_too_many_are_not_kept() -> None:
     state = greeted()
     say(state, '{"type":"response.cancel"}', command(1, event_id="x" * 500, more="x" * 5_000))
