@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
-CALLS_AT_ONCE = 9
-"""Connections to one pod, its feed among them."""
+CALLS_AT_ONCE = 64
+"""Connections to one pod, its feed among them: more than sessions are looked at together. A call
+that waited for a connection would be taken for one that nobody answers, and hand-overs, of which
+each waits for a turn's end, would be given up for the ninth talker of a pod."""
 KEPT_S = 5.0
 """An unused connection: with many pods they are most of the operator's memory."""
 TURN_END_S = 4

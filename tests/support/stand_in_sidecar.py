@@ -98,6 +98,8 @@ class StandInSidecar:
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
         self.prepared: dict[str, StandInSession] = {}
+        self.hand_over_s = 0.0
+        """How long it waits for a turn's end."""
         self.keeps: set[str] = set()
         """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
@@ -246,6 +248,7 @@ class StandInSidecar:
         """Its last write makes the lease the target's, which looks for that."""
         uid = request.match_info["uid"]
         body = await request.json()
+        await asyncio.sleep(self.hand_over_s)
         session = self.sessions.pop(uid, None)
         if session is None:
             return _refuse(404, "session_not_found")

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from duplex_operator.apply import (
 from duplex_operator.feed import BeatLine, FeedPhase, FeedSession, HelloLine, PodLine, read_line
 from duplex_operator.objects import ObjectKey
 from duplex_operator.routes import LedgerAwayError, Routes
+from duplex_operator.settings import OperatorSettings
 from duplex_operator.sidecar_client import (
     AdminAddress,
     AdminCredentials,
@@ -371,6 +372,19 @@ async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> N
     await client.prepare("expected", "{}", "f" * 64, 2, b"another")
     assert sidecar.sessions["spoken"].voice_file == b"a voice"
     assert sidecar.prepared["expected"].voice_file == b"another"
+    await client.close()
+
+
+async def test_no_call_waits_for_the_connection_of_another(
+    sidecar: StandInSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_operator.sidecar_client.CONNECT_TIMEOUT_S", 0.5)
+    sidecar.hand_over_s = 1.0
+    client = client_of()
+    (many,) = (f.default for f in fields(OperatorSettings) if f.name == "reconciles_at_once")
+    moves = (client.hand_over(f"s{number}", "replica", 2) for number in range(many))
+    told = await asyncio.gather(*moves, return_exceptions=True)
+    assert {type(error) for error in told} == {SidecarRefusalError}, "each has had its answer"
     await client.close()
 
 
