@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name, is_given
+from duplex_api.session import PoolRef, SessionSpec, Voice
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.checkpoint.voice import load_voice, save_voice, seeded_voice
 from duplex_sidecar.checkpoint.voice_format import VOICE_NAME
-from duplex_sidecar.session.given_voices import SPARE_VOICES, GivenVoices
+from duplex_sidecar.session.given_voices import (
+    SPARE_VOICES,
+    GivenVoices,
+    given_voices_in_use,
+)
+from duplex_sidecar.session.roster import Roster
 
 pytestmark = pytest.mark.unit
 
@@ -71,3 +77,11 @@ def test_voices_in_use_stay_and_the_oldest_others_go(tmp_path: Path) -> None:
     kept.used = set()
     kept.voices.take(voice_file(tmp_path, seed=2_000, codes=4))
     assert spoken not in kept.known
+
+
+def test_a_session_that_is_to_come_needs_its_voice_already() -> None:
+    given = given_voice_name(b"a voice")
+    voices = (Voice(name=given), Voice(name="calm"), None)
+    expected = [SessionSpec(pool_ref=PoolRef(name="p"), voice=voice) for voice in voices]
+    assert given_voices_in_use(Roster(1), expected) == {given}
+    assert given_voices_in_use(Roster(1), ()) == set()
