@@ -173,9 +173,9 @@ class KubernetesApi:
         self.failures: Counter[str] = Counter()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
             # Nobody waits for the end of TLS of a connection whose call was cancelled.
             await asyncio.sleep(TLS_CLOSE_S)
 
@@ -233,11 +233,12 @@ class KubernetesApi:
             total=None, connect=REQUEST_TIMEOUT_S, sock_read=WATCH_SILENCE_S
         )
         path, stands = resource.path(namespace), False
+        session = self._opened()
         try:
-            async with self._opened().get(path, params=query, timeout=timeout) as answer:
+            async with session.get(path, params=query, timeout=timeout) as answer:
                 if answer.status != 200:
                     failure = _failure(answer.status, await answer.content.read(MOST_WATCH_BYTES))
-                    raise await self._reconnected(failure)
+                    raise await self._reconnected(failure, session)
                 try:
                     stands = True
                     yield None
@@ -413,20 +414,19 @@ class KubernetesApi:
     ) -> RawObject:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:
-            async with (
-                self._gate,
-                self._opened().request(
+            async with self._gate:
+                session = self._opened()
+                async with session.request(
                     method,
                     path,
                     params=query,
                     data=None if body is None else msgspec.json.encode(body),
                     headers={"Content-Type": kind, "Accept": "application/json"},
                     timeout=aiohttp.ClientTimeout(total=timeout_s, connect=REQUEST_TIMEOUT_S),
-                ) as answer,
-            ):
-                content = await answer.read()
-                retry_after = answer.headers.get("Retry-After", "")
-                status = answer.status
+                ) as answer:
+                    content = await answer.read()
+                    retry_after = answer.headers.get("Retry-After", "")
+                    status = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             unreachable = UnavailableError(0, "Unreachable", type(error).__name__)
             raise _RetryError(unreachable) from error
@@ -434,17 +434,18 @@ class KubernetesApi:
             return cast(RawObject, msgspec.json.decode(content)) if content else {}
         failure = _failure(status, content)
         if status == 401 and self._reconnect is not None:
-            raise _RetryError(await self._reconnected(failure))
+            raise _RetryError(await self._reconnected(failure, session))
         if status == 429 or status >= 500:
             raise _RetryError(failure, retry_after)
         raise failure
 
-    async def _reconnected(self, failure: ApiError) -> ApiError:
+    async def _reconnected(self, failure: ApiError, session: aiohttp.ClientSession) -> ApiError:
         """A service account's token is replaced on disk about every hour: the failure, after the
-        connection was made anew where that is why."""
-        if failure.status == 401 and self._reconnect is not None:
-            await self.close()
+        connection was made anew where that is why. session: which was refused. Of many calls with
+        the old token the first one does it: the others must not end what goes over the new one."""
+        if failure.status == 401 and self._reconnect is not None and session is self._session:
             self._connection = self._reconnect()
+            await self.close()
         return failure
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -299,8 +299,11 @@ class Fleet:
             return
         if before is None or is_news(before, said):
             self._dirty.mark(Kind.SESSION, session.meta.key)
-        elif not self._dirty.awaits(Kind.SESSION, session.meta.key):
-            delay_s = self._counters_period_s * (1.0 + random.random() / 2)
+            return
+        # An appointment of before, a parked session's retention say, may be days away.
+        period_s, spread_s = self._counters_period_s, self._counters_period_s / 2
+        if not self._dirty.awaits(Kind.SESSION, session.meta.key, period_s + spread_s):
+            delay_s = period_s + random.random() * spread_s
             self._dirty.mark_after(Kind.SESSION, session.meta.key, delay_s)
 
     def _hear_end_of_list(self, line: _Line, heard: PodFeed) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from duplex_api.constants import API_VERSION, SESSION_KIND
 from duplex_api.given_voices import given_voice_name
 from duplex_api.session import SessionPhase, SessionStatus
+from duplex_api.window import WindowPolicy
 from duplex_operator.apply import (
     SESSIONS,
     ConflictError,
@@ -296,8 +297,7 @@ class SessionReconciler:
         try:
             if action.dead_pod_uid and self._is_proven_dead(action.dead_pod_uid):
                 await client.declare_dead(action.dead_pod_uid)
-            voice = await obtain_voice(self._context.api, facts.session)
-            text = manifest_text(facts.session, window, given_voice_name(voice) if voice else "")
+            text, voice = await self._order(facts.session, window)
             await client.put_session(uid, text, token.sha256, action.fence, voice)
         except VoiceUnusableError as error:
             return self._voiceless(facts, known, action, error)
@@ -314,6 +314,16 @@ class SessionReconciler:
             token_untold=False,
         )
         return None
+
+    async def _order(
+        self, session: SessionObject, window: WindowPolicy
+    ) -> tuple[str, bytes | None]:
+        """What a sidecar is told to run, and the file of its voice, where that has to come along.
+
+        Raises VoiceUnusableError, ApiError.
+        """
+        voice = await obtain_voice(self._context.api, session)
+        return manifest_text(session, window, given_voice_name(voice) if voice else ""), voice
 
     def _voiceless(
         self, facts: SessionFacts, known: Known, action: Open, error: VoiceUnusableError
@@ -348,18 +358,22 @@ class SessionReconciler:
     async def _hand_over(
         self, facts: SessionFacts, known: Known, action: HandOver
     ) -> Nothing | None:
-        """Tried once for a placement: whatever goes wrong, the session goes on where it is, or with
-        the pod that is ready for it."""
+        """The sidecars are asked once for a placement: whatever goes wrong, the session goes on
+        where it is, or with the pod that is ready for it."""
         fleet, uid = self._context.fleet, facts.session.meta.uid
         target, source = fleet.client(action.pod_uid), fleet.client(action.source_uid)
         feed, verdict, token = fleet.pod(action.pod_uid), facts.verdict, facts.token
         window = verdict.window if isinstance(verdict, Accepted) else facts.session.status.window
         if target is None or source is None or feed is None or token is None or window is None:
             return Nothing(SOON_S)
-        text = manifest_text(facts.session, window)
         try:
-            await target.prepare(uid, text, token.sha256, action.fence)
+            text, voice = await self._order(facts.session, window)
+            await target.prepare(uid, text, token.sha256, action.fence, voice)
             await source.hand_over(uid, feed.replica, action.fence)
+        except VoiceUnusableError as error:
+            # Nobody else can take it up now; where it is it has its voice.
+            log.info("handing %s over: %s", facts.session.meta.key, error)
+            return Nothing(RETRY_S)
         except (SidecarUnreachableError, SidecarRefusalError) as error:
             log.info("handing %s over: %s", facts.session.meta.key, error)
             known.memory = replace(known.memory, unmoved_fence=action.fence)

@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
-CALLS_AT_ONCE = 9
-"""Connections to one pod, its feed among them."""
+CALLS_AT_ONCE = 64
+"""Connections to one pod, its feed among them: more than sessions are looked at together. A call
+that waited for a connection would be taken for one that nobody answers, and hand-overs, of which
+each waits for a turn's end, would be given up for the ninth talker of a pod."""
 KEPT_S = 5.0
 """An unused connection: with many pods they are most of the operator's memory."""
 TURN_END_S = 4
@@ -126,14 +128,20 @@ class SidecarClient:
 
         voice_file: of the voice that the manifest names, where it is one that has to come along.
         """
-        body: dict[str, Any] = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
-        if voice_file is not None:
-            body["voiceFile"] = base64.b64encode(voice_file).decode()
+        body = _order(manifest, token_sha256, fence, voice_file)
         await self._call("PUT", f"/sessions/{uid}", body)
 
-    async def prepare(self, uid: str, manifest: str, token_sha256: str, fence: int) -> None:
-        """Makes ready there for a session that another pod runs. Repeating it prolongs that."""
-        body = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+    async def prepare(
+        self,
+        uid: str,
+        manifest: str,
+        token_sha256: str,
+        fence: int,
+        voice_file: bytes | None = None,
+    ) -> None:
+        """Makes ready there for a session that another pod runs. Repeating it prolongs that.
+        voice_file: as for `put_session`."""
+        body = _order(manifest, token_sha256, fence, voice_file)
         await self._call("POST", f"/sessions/{uid}/prepare", body)
 
     async def hand_over(self, uid: str, replica: str, fence: int) -> None:
@@ -212,6 +220,15 @@ class SidecarClient:
         if answer.status >= 500 and not refusal.code:
             raise SidecarUnreachableError(f"{method}: HTTP {answer.status}")
         raise refusal
+
+
+def _order(
+    manifest: str, token_sha256: str, fence: int, voice_file: bytes | None
+) -> dict[str, Any]:
+    body: dict[str, Any] = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+    if voice_file is not None:
+        body["voiceFile"] = base64.b64encode(voice_file).decode()
+    return body
 
 
 def _refusal(status: int, content: bytes) -> SidecarRefusalError:

@@ -100,9 +100,9 @@ class DirtySet:
         those of the looker's own writes too, will be in what is read."""
         self._again.pop(Item(kind, key), None)
 
-    def awaits(self, kind: Kind, key: ObjectKey) -> bool:
-        """Whether it is on the timetable."""
-        return Item(kind, key) in self._due_at
+    def awaits(self, kind: Kind, key: ObjectKey, within_s: float) -> bool:
+        """Whether the timetable has it for then or earlier."""
+        return self._due_at.get(Item(kind, key), float("inf")) <= self._clock() + within_s
 
     def oldest_s(self) -> float:
         """How long the first in the set has been waiting."""

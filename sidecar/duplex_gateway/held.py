@@ -30,13 +30,15 @@ class Room(StrEnum):
 @dataclass(eq=False, slots=True)
 class HeldMessage:
     """name: the event id under which the sidecar gets it. cut_from: position of its first sample,
-    where the owner has that sample already. answered: the client has the answer."""
+    where the owner has that sample already. answered: the client has the answer. applied: it was
+    told, too, that the message's number is."""
 
     said: ClientMessage
     name: str | None
     samples: int = 0
     cut_from: int | None = None
     answered: bool = False
+    applied: bool = False
 
     @property
     def has_samples(self) -> bool:

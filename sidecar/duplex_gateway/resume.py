@@ -87,6 +87,8 @@ class ResumeState:
         self._commands: dict[int, HeldMessage] = {}
         """Numbered commands that an owner has, or had, and has not answered, oldest first."""
         self._commands_again: deque[HeldMessage] = deque()
+        self._formats_due: set[int] = set()
+        """Numbers of formats that have to be said to this owner, and count there in their order."""
         self._heartbeats: deque[str | None] = deque()
         self._held_bytes = self._held_samples = 0
         self._there_bytes = self._there_samples = 0
@@ -172,6 +174,13 @@ class ResumeState:
         # A ledger that was rewound: what is no longer kept is lost, the rest follows what is left.
         self._position = min(self._position, facts.received_sample)
         owed = self._skip_what_is_there(facts.received_sample)
+        self._formats_due = {
+            item.said.client_sequence
+            for item in (*self._formats_first, *self._waiting)
+            if item.said.kind is Kind.FORMAT
+            and item.said.client_sequence is not None
+            and not item.applied
+        }
         if another:
             # What a new owner has it has from the ledger.
             self._trim(facts.acknowledged_sample)
@@ -201,15 +210,17 @@ class ResumeState:
         """The next message for the owner, None when all are sent."""
         if not self.connected:
             return None
-        if self._commands_again and self._is_next(self._commands_again[0]):
+        if self._commands_again and self._is_in_order(self._commands_again[0]):
             return self._commands_again.popleft().message
         if self._formats_first:
             first = self._formats_first.popleft()
+            self._formats_due.discard(first.said.client_sequence or 0)
             self._unanswered[Kind.FORMAT].append(first)
             return first.message
         if not self._waiting:
             return None
         item = self._waiting.popleft()
+        self._formats_due.discard(item.said.client_sequence or 0)
         kind = item.said.kind
         if kind is Kind.COMMAND:
             self._keep_command(item)
@@ -225,15 +236,11 @@ class ResumeState:
         self._sent.append(item)
         return item.message
 
-    def _is_next(self, command: HeldMessage) -> bool:
-        """Numbers only grow, those of formats too: what comes behind a larger one is refused."""
+    def _is_in_order(self, command: HeldMessage) -> bool:
+        """Numbers only grow at the owner: none may overtake a format that was said before it."""
         number = command.said.client_sequence or 0
-        formats = (
-            item.said.client_sequence or number
-            for item in (*self._formats_first, *self._waiting)
-            if item.said.kind is Kind.FORMAT
-        )
-        return all(other >= number for other in formats)
+        rest = self._formats_first or self._waiting
+        return not rest or not any(due < number for due in self._formats_due)
 
     def _keep_command(self, item: HeldMessage) -> None:
         if item.said.client_sequence is not None:
@@ -300,12 +307,23 @@ class ResumeState:
         return passing
 
     def _applied(self, message: bytes, event: ServerEvent) -> Verdict:
-        """A numbered command is done: under the client's own name for it."""
-        item = self._commands.pop(event.duplex.client_sequence, None)
+        """A numbered command is done: under the client's own name for it. A format is said to each
+        owner, so that more than one tells of it."""
         name = event.client_event_id or ""
+        item = self._commands.pop(event.duplex.client_sequence, None) or self._format_named(name)
+        if item is not None and item.applied:
+            return Verdict(Pass.DROP, message, event)
+        if item is not None:
+            item.applied = True
         if name.startswith(GATEWAY_ID_PREFIX):
             message = with_client_id(message, item.said.event_id if item else None)
         return Verdict(Pass.FORWARD, message, event)
+
+    def _format_named(self, name: str) -> HeldMessage | None:
+        formats = [item for item in self._sent if item.said.kind is Kind.FORMAT]
+        if self._base is not None:
+            formats.append(self._base)
+        return next((item for item in formats if item.name is not None and item.name == name), None)
 
     def _refused(self, message: bytes, event: ServerEvent) -> Verdict:
         """An error. What it refuses counts no more; what is refused only because the owner lets go

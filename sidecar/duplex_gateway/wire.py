@@ -79,7 +79,7 @@ class Kind(StrEnum):
 
 class ClientMessage(msgspec.Struct, frozen=True):
     """payload_bytes: of the audio, decoded; -1 where the text cannot be base64. client_sequence: of
-    a numbered command."""
+    a numbered command, or format."""
 
     kind: Kind
     message: Message
@@ -132,13 +132,14 @@ def read_client_message(message: Message) -> ClientMessage:
             kind = Kind.HEARTBEAT
         case Close():
             kind = Kind.CLOSE
-        case SetInputFormat(encoding=encoding, rate_hz=rate_hz, client_sequence=number):
+        case SetInputFormat(encoding=encoding, rate_hz=rate_hz):
+            input_format = InputFormat(encoding, rate_hz)
             return ClientMessage(
                 Kind.FORMAT,
                 message,
                 head.event_id,
-                format=InputFormat(encoding, rate_hz),
-                client_sequence=number,
+                format=input_format,
+                client_sequence=command.client_sequence,
             )
         case CancelReply() | TruncateReply() | AcknowledgePlayback() if (
             command.client_sequence is not None and len(message) <= MAX_COMMAND_BYTES

@@ -268,7 +268,9 @@ def create_apps(
         Path(settings.checkpoint),
         sidecar.model.config.token2wav,
         sidecar.model.given,
-        lambda: given_voices_in_use(sidecar.roster),
+        lambda: given_voices_in_use(
+            sidecar.roster, sidecar.sessions.expected if sidecar.sessions else ()
+        ),
         settings.slots,
     )
     router = admin_router(

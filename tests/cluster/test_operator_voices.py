@@ -84,6 +84,29 @@ async def test_the_file_goes_with_the_session_wherever_it_goes(
         assert other.sessions[uid].voice_file == VOICE
 
 
+async def test_the_file_goes_along_when_the_session_is_handed_over(place: Place) -> None:
+    await place.make_pool()
+    pod, other = [await place.make_pod(name) for name in ("pod-a", "pod-b")]
+    await make(place, SECRETS, "mine", LABELLED)
+    await place.mark_pods(draining="pod-b", staying="pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk", voice={"secretRef": {"name": "mine"}})
+        await place.phase("talk", "Ready")
+        pod.attach(uid)
+        await place.phase("talk", "Active")
+        await place.mark_pods(draining="pod-a", staying="pod-b")
+
+        async def moved() -> bool:
+            return uid in other.sessions
+
+        await until(moved, "the other pod")
+        assert other.sessions[uid].voice_file == VOICE
+        assert other.sessions[uid].manifest["spec"]["voice"] == {"name": given_voice_name(VOICE)}
+        assert other.calls.count("POST sessions/*/prepare", uid) == 1
+        assert pod.calls.count("POST sessions/*/hand-over", uid) == 1
+        assert pod.calls.count("POST sessions/*/park", uid) == 0
+
+
 async def test_what_is_not_labelled_is_nobodys_voice(place: Place) -> None:
     """A session's creator may not be somebody who may read Secrets."""
     await place.make_pool()

@@ -98,6 +98,8 @@ class StandInSidecar:
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
         self.prepared: dict[str, StandInSession] = {}
+        self.hand_over_s = 0.0
+        """How long it waits for a turn's end."""
         self.keeps: set[str] = set()
         """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
@@ -237,13 +239,16 @@ class StandInSidecar:
         fence = int(body["fence"])
         if uid not in self.sessions:
             manifest = json.loads(body["manifest"])
-            self.prepared[uid] = StandInSession(uid, manifest, body["tokenHash"], fence)
+            session = StandInSession(uid, manifest, body["tokenHash"], fence)
+            session.voice_file = base64.b64decode(body.get("voiceFile", ""))
+            self.prepared[uid] = session
         return web.json_response({"prepared": True, "fence": fence, "units": 0})
 
     async def _hand_over(self, request: web.Request) -> web.Response:
         """Its last write makes the lease the target's, which looks for that."""
         uid = request.match_info["uid"]
         body = await request.json()
+        await asyncio.sleep(self.hand_over_s)
         session = self.sessions.pop(uid, None)
         if session is None:
             return _refuse(404, "session_not_found")

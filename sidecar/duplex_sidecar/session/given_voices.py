@@ -6,10 +6,11 @@ outlive the replica.
 """
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from duplex_api.given_voices import given_voice_name, is_given
+from duplex_api.session import SessionSpec
 from duplex_sidecar.checkpoint.config import Token2WavConfig
 from duplex_sidecar.checkpoint.voice import read_voice
 from duplex_sidecar.checkpoint.voice_format import VOICE_SUFFIX
@@ -79,11 +80,10 @@ class GivenVoices:
             (self._folder / f"{name}{VOICE_SUFFIX}").unlink(missing_ok=True)
 
 
-def given_voices_in_use(roster: Roster) -> Set[str]:
-    """Of the sessions that live here."""
+def given_voices_in_use(roster: Roster, expected: Iterable[SessionSpec]) -> Set[str]:
+    """Of the sessions that live here, and of those that are to come."""
     names: set[str] = set()
-    for entry in list(roster.live.values()):
-        terms = entry.terms
+    for terms in (*(entry.terms for entry in list(roster.live.values())), *expected):
         voice = terms.voice if isinstance(terms, Opening) else terms.voice and terms.voice.name
         if voice and is_given(voice):
             names.add(voice)

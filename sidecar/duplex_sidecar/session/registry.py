@@ -96,6 +96,11 @@ class SessionRegistry:
     def free_slots(self) -> int:
         return self.roster.free_slots
 
+    @property
+    def expected(self) -> tuple[SessionSpec, ...]:
+        """Of the sessions that this replica is prepared for."""
+        return self._standing_by.expected
+
     def declare_dead(self, name: str) -> None:
         """Proof of death of a replica, or of every replica of a pod (its uid): somebody saw it end.
         Its leases are broken when one of its sessions is asked for."""

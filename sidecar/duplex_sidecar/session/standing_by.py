@@ -104,6 +104,12 @@ class StandingBy:
         found = self._sessions.get(session)
         return found if isinstance(found, Prepared) else None
 
+    @property
+    def expected(self) -> tuple[SessionSpec, ...]:
+        """Of the sessions that are to come. May be asked for by another thread."""
+        found = list(self._sessions.values())
+        return tuple(each.spec for each in found if isinstance(each, Prepared))
+
     def expect(self, session: str, prepared: Prepared) -> None:
         """From now on it is looked for; also said again, which prolongs it."""
         prepared.until_s = asyncio.get_running_loop().time() + STAND_BY_S

@@ -1,9 +1,9 @@
 """The operator's ways out over real sockets: what comes back in every way that it can."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from duplex_operator.apply import (
 from duplex_operator.feed import BeatLine, FeedPhase, FeedSession, HelloLine, PodLine, read_line
 from duplex_operator.objects import ObjectKey
 from duplex_operator.routes import LedgerAwayError, Routes
+from duplex_operator.settings import OperatorSettings
 from duplex_operator.sidecar_client import (
     AdminAddress,
     AdminCredentials,
@@ -55,8 +56,12 @@ class ApiStub:
     script: list[Callable[[], web.StreamResponse]] = field(default_factory=list)
     asked: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """Instead of the script."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.handler is not None:
+            return await self.handler(request)
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path, dict(request.query), body))
         self.authorizations.append(request.headers.get("Authorization", ""))
@@ -146,6 +151,31 @@ async def test_a_replaced_token_is_read_again(stub: tuple[ApiStub, str]) -> None
     stub[0].script = [answer(401), answer(200)]
     await api.get(SESSIONS, KEY)
     assert stub[0].authorizations == ["Bearer first", "Bearer second"]
+    await api.close()
+
+
+async def test_many_calls_with_an_old_token_make_one_new_connection(
+    stub: tuple[ApiStub, str],
+) -> None:
+    naps, reconnected = Naps(), 0
+    arrived = asyncio.Barrier(8)
+
+    def reconnect() -> kopf.ConnectionInfo:
+        nonlocal reconnected
+        reconnected += 1
+        return kopf.ConnectionInfo(server=stub[1], token="second")
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        old = request.headers["Authorization"] == "Bearer first"
+        if old:
+            await arrived.wait()
+        return web.json_response({}, status=401 if old else 200)
+
+    stub[0].handler = handle
+    first = kopf.ConnectionInfo(server=stub[1], token="first")
+    api = KubernetesApi(first, sleep=naps.nap, reconnect=reconnect)
+    await asyncio.wait_for(asyncio.gather(*(api.get(SESSIONS, KEY) for _ in range(8))), 10)
+    assert reconnected == 1
     await api.close()
 
 
@@ -333,6 +363,28 @@ async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
     with pytest.raises(SidecarRefusalError) as caught:
         await client.park("s1")
     assert caught.value.status == 404
+    await client.close()
+
+
+async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    await client.put_session("spoken", "{}", "f" * 64, 1, b"a voice")
+    await client.prepare("expected", "{}", "f" * 64, 2, b"another")
+    assert sidecar.sessions["spoken"].voice_file == b"a voice"
+    assert sidecar.prepared["expected"].voice_file == b"another"
+    await client.close()
+
+
+async def test_no_call_waits_for_the_connection_of_another(
+    sidecar: StandInSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_operator.sidecar_client.CONNECT_TIMEOUT_S", 0.5)
+    sidecar.hand_over_s = 1.0
+    client = client_of()
+    (many,) = (f.default for f in fields(OperatorSettings) if f.name == "reconciles_at_once")
+    moves = (client.hand_over(f"s{number}", "replica", 2) for number in range(many))
+    told = await asyncio.gather(*moves, return_exceptions=True)
+    assert {type(error) for error in told} == {SidecarRefusalError}, "each has had its answer"
     await client.close()
 
 

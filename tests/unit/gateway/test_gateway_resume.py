@@ -670,6 +670,39 @@ def test_numbered_commands_and_formats_are_said_again_in_the_order_of_their_numb
     assert [each.get("client_sequence") for each in sent(state)] == [1, 2, 3]
 
 
+def test_a_numbered_format_is_told_of_once_under_the_clients_name() -> None:
+    state = greeted()
+    say(state, json.dumps(json.loads(update(PCM16)) | {"client_sequence": 1, "event_id": "mine"}))
+    (first,) = sent(state)
+    state.hear(event("session.updated"))
+    verdict = state.hear(applied(1, first["event_id"]))
+    assert verdict.passing is Pass.FORWARD
+    assert json.loads(verdict.message)["client_event_id"] == "mine"
+    state.lose()
+    connect(state, 0, fence=2)
+    assert sent(state) == [first], "a format holds for its connection alone"
+    assert state.hear(event("session.updated")).passing is Pass.DROP
+    assert state.hear(applied(1, first["event_id"])).passing is Pass.DROP
+
+
+def test_numbers_of_formats_and_commands_reach_each_owner_in_their_order() -> None:
+    state = greeted()
+    formats = [
+        json.dumps(json.loads(update(kind)) | {"client_sequence": number})
+        for number, kind in ((2, PCM16), (4, ULAW))
+    ]
+    say(state, command(1), formats[0], append(bytes(20)), command(3), formats[1], command(5))
+    sent(state)
+    state.lose()
+    connect(state, 0, fence=2)
+    numbers = [m["client_sequence"] for m in sent(state) if "client_sequence" in m]
+    assert numbers == [1, 2, 3, 4, 5]
+    state.lose()
+    connect(state, 10, fence=3)
+    numbers = [m["client_sequence"] for m in sent(state) if "client_sequence" in m]
+    assert numbers == [1, 2, 3, 4, 5]
+
+
 def test_commands_without_a_number_and_too_many_are_not_kept() -> None:
     state = greeted()
     say(state, '{"type":"response.cancel"}', command(1, event_id="x" * 500, more="x" * 5_000))

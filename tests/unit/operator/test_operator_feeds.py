@@ -174,6 +174,21 @@ async def test_counters_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> 
     await rig.fleet.close()
 
 
+async def test_counters_do_not_wait_for_what_is_due_much_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    word = FeedSession(session="uid-s", phase=FeedPhase.ACTIVE, fence=1, attached=True)
+    await rig.say(HelloLine(replica="r", slots=1, ready=True), word, BeatLine())
+    await rig.taken()
+    (session,) = rig.store.sessions.all()
+    rig.dirty.mark_after(Kind.SESSION, session.meta.key, 86_400.0)
+    await rig.say(msgspec.structs.replace(word, units=1))
+    rig.now_s += 91.0
+    assert await rig.taken() == {Kind.SESSION}
+    await rig.fleet.close()
+
+
 async def test_a_broken_feed_that_cannot_be_dialled_makes_its_pod_suspect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name, is_given
+from duplex_api.session import PoolRef, SessionSpec, Voice
 from duplex_sidecar.checkpoint.errors import CheckpointError, CheckpointFault
 from duplex_sidecar.checkpoint.presets import tiny_config
 from duplex_sidecar.checkpoint.voice import load_voice, save_voice, seeded_voice
 from duplex_sidecar.checkpoint.voice_format import VOICE_NAME
-from duplex_sidecar.session.given_voices import SPARE_VOICES, GivenVoices
+from duplex_sidecar.session.given_voices import (
+    SPARE_VOICES,
+    GivenVoices,
+    given_voices_in_use,
+)
+from duplex_sidecar.session.roster import Roster
 
 pytestmark = pytest.mark.unit
 
@@ -81,3 +87,11 @@ def test_the_voices_of_sessions_that_all_come_at_once_stay(tmp_path: Path) -> No
         for seed in range(SPARE_VOICES + slots)
     }
     assert kept.files() == names
+
+
+def test_a_session_that_is_to_come_needs_its_voice_already() -> None:
+    given = given_voice_name(b"a voice")
+    voices = (Voice(name=given), Voice(name="calm"), None)
+    expected = [SessionSpec(pool_ref=PoolRef(name="p"), voice=voice) for voice in voices]
+    assert given_voices_in_use(Roster(1), expected) == {given}
+    assert given_voices_in_use(Roster(1), ()) == set()
