@@ -1,4 +1,5 @@
-"""One real sidecar for all tests that leave it as they found it: a start takes half a minute."""
+"""What tests of many folders run on. One real sidecar serves all that leave it as they found it: a
+start takes half a minute."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from duplex_sidecar.checkpoint.tiny import make_tiny
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.cli.voice import make
 from duplex_sidecar.client.local_sidecar import LocalSidecar
+from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 MAX_MODEL_TOKENS = 2048
 SLOTS = 6
@@ -23,6 +25,15 @@ def tiny_checkpoint() -> Path:
     folder = default_checkpoint()
     make_tiny(folder, cache_dir=default_cache_dir())
     return folder
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """A ledger's server for the sessions of one module."""
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

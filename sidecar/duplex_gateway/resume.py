@@ -87,8 +87,6 @@ class ResumeState:
         self._commands: dict[int, HeldMessage] = {}
         """Numbered commands that an owner has, or had, and has not answered, oldest first."""
         self._commands_again: deque[HeldMessage] = deque()
-        self._formats_due: set[int] = set()
-        """Numbers of formats that have to be said to this owner, and count there in their order."""
         self._heartbeats: deque[str | None] = deque()
         self._held_bytes = self._held_samples = 0
         self._there_bytes = self._there_samples = 0
@@ -174,13 +172,6 @@ class ResumeState:
         # A ledger that was rewound: what is no longer kept is lost, the rest follows what is left.
         self._position = min(self._position, facts.received_sample)
         owed = self._skip_what_is_there(facts.received_sample)
-        self._formats_due = {
-            item.said.client_sequence
-            for item in (*self._formats_first, *self._waiting)
-            if item.said.kind is Kind.FORMAT
-            and item.said.client_sequence is not None
-            and not item.applied
-        }
         if another:
             # What a new owner has it has from the ledger.
             self._trim(facts.acknowledged_sample)
@@ -214,13 +205,11 @@ class ResumeState:
             return self._commands_again.popleft().message
         if self._formats_first:
             first = self._formats_first.popleft()
-            self._formats_due.discard(first.said.client_sequence or 0)
             self._unanswered[Kind.FORMAT].append(first)
             return first.message
         if not self._waiting:
             return None
         item = self._waiting.popleft()
-        self._formats_due.discard(item.said.client_sequence or 0)
         kind = item.said.kind
         if kind is Kind.COMMAND:
             self._keep_command(item)
@@ -237,10 +226,15 @@ class ResumeState:
         return item.message
 
     def _is_in_order(self, command: HeldMessage) -> bool:
-        """Numbers only grow at the owner: none may overtake a format that was said before it."""
+        """Numbers only grow at the owner: none may overtake a format that was said before it and
+        has not been applied."""
         number = command.said.client_sequence or 0
-        rest = self._formats_first or self._waiting
-        return not rest or not any(due < number for due in self._formats_due)
+        return not any(
+            item.said.kind is Kind.FORMAT
+            and not item.applied
+            and (item.said.client_sequence or number) < number
+            for item in (*self._formats_first, *self._waiting)
+        )
 
     def _keep_command(self, item: HeldMessage) -> None:
         if item.said.client_sequence is not None:

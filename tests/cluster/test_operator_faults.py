@@ -41,14 +41,6 @@ ENDING = ("POST sessions/*/park", "DELETE sessions/*", "POST drain", "POST erase
 
 
 @pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
 def frail() -> Iterator[ApiServer]:
     """One of these tests' own: nobody else shall miss it."""
     with running_api_server() as server:

@@ -7,7 +7,7 @@ pod ready, with a stand-in sidecar behind the certificate and the token of the p
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -35,14 +35,6 @@ Json = dict[str, Any]
 WAIT_S = 60.0
 NODES = ("move-a", "move-b")
 _ADDRESSES = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 class World:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,14 +20,6 @@ from duplex_sidecar.ledger.embedded import EmbeddedValkey
 pytestmark = pytest.mark.cluster
 
 TAKEOVER_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 def session(name: str) -> dict[str, object]:

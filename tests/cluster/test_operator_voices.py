@@ -1,7 +1,7 @@
 """Voices of Secrets and ConfigMaps: a real API server, stand-in sidecars."""
 
 import base64
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.cluster
 
 VOICE = b"what a voice file holds"
 LABELLED = {LABEL_VOICE: "true"}
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ between takes nothing along. Slots, names, tasks, streams, spare seats and lease
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,14 +79,6 @@ class Ground:
     async def lease_is_free(self, session: str) -> bool:
         meta = await self.here.ledger.reader.meta(session)
         return meta is None or meta.nonce == ""
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

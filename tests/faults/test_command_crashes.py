@@ -3,7 +3,7 @@ applied is applied once, what was taken back stays taken back, and the conversat
 which nothing happened. Judged by the history checker, from outside."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,6 @@ class Held:
     truncated: int
     cancelled: int
     reached: int
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 class Ground:

@@ -6,7 +6,7 @@ lost, nothing is said twice. Judged by the history checker, from outside.
 
 import sys
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,6 @@ LEASE_MS, MARGIN_MS = 900, 150
 RANDOM_CONVERSATIONS = 2
 RANDOM_CONVERSATIONS_LONG = 40
 """For each mode."""
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ fifty deaths.
 
 import random
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -39,14 +39,6 @@ LEASE_MS, MARGIN_MS = 1_500, 300
 CONVERSATIONS = 1
 CONVERSATIONS_LONG = 11
 """For each mode; with two deaths each."""
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import asyncio
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,6 @@ from gateway_kit import Gate, Yard, calling, gate, http_get, yard
 from session_kit import RATE_HZ, Terms, second
 
 pytestmark = pytest.mark.fault
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ dead come back at the end of each test and change nothing."""
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +52,6 @@ from session_kit import (
 pytestmark = pytest.mark.fault
 UNITS = 16
 BEFORE = 6
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 # --- a replica that dies --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 lagged."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,14 +25,6 @@ from duplex_sidecar.ledger.store import Ledger
 
 pytestmark = pytest.mark.fault
 UNITS = 4
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

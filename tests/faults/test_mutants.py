@@ -84,14 +84,6 @@ MUTANTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 def pair_url(tmp_path: Path) -> Iterator[str]:
     """A primary with its replica."""

@@ -3,7 +3,7 @@ a ledger that is away, a stage that does not let go. The conversation goes on wh
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -41,14 +41,6 @@ from session_kit import (
 
 pytestmark = pytest.mark.fault
 UNITS = 12
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 async def called(here: Replica, session: str, terms: Terms) -> Caller:

@@ -2,7 +2,7 @@
 notices."""
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -19,14 +19,6 @@ from session_kit import MODEL, TOKEN, Caller, Terms, check_events, replica, toke
 
 pytestmark = pytest.mark.fault
 UNITS = 8
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Errors that nobody has a name for: one costs a moment, the same again ends its session."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,6 @@ pytestmark = pytest.mark.fault
 TERMS = Terms("context")
 PLACES = [(ThinkerDriver, "plan"), (ThinkerDriver, "answer"), (Speaker, "voice")]
 """Before the input is durable, before the answer is, and before its sound is."""
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -40,14 +40,6 @@ HOLD_S = 1.0
 Outage = Callable[[EmbeddedValkey], AbstractContextManager[None]]
 
 
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 async def here(valkey: EmbeddedValkey) -> AsyncIterator[Replica]:
     async with replica(valkey.url, hold_s=HOLD_S, call_timeout_ms=400) as here:

@@ -1,7 +1,7 @@
 """Conversations over a ledger that fails over, loses its newest writes, or is full."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,6 @@ from session_kit import TOKEN, Caller, Terms, check_events, eventually, replica,
 
 pytestmark = pytest.mark.fault
 UNITS = 30
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

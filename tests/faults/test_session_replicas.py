@@ -4,7 +4,7 @@ event exactly once, a new epoch at chunk 0."""
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -61,14 +61,6 @@ POINTS = (
 
 def no_frames(_: int) -> tuple[bytes, ...]:
     return ()
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 class Fleet:

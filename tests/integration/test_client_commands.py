@@ -2,7 +2,7 @@
 of the context, and each numbered command counts once, wherever the session runs."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -57,14 +57,6 @@ from session_kit import (
 pytestmark = pytest.mark.integration
 
 LISTENS = (VOCABULARY.listen,)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

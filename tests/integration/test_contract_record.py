@@ -45,14 +45,6 @@ pytestmark = pytest.mark.integration
 UNITS = 40
 
 
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @dataclass
 class Studio:
     """Tapes of one test, and what is made of them."""

@@ -4,7 +4,7 @@ Rounding moves logits by a tenth, so that equal tokens are no promise there. The
 in float32 with the rounded weights and rows and follows what was really said, token by token.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import reduce
 from pathlib import Path
 
@@ -45,14 +45,6 @@ MOST_NEAR_TIES = 0.03
 """Share of the tokens that were sampled."""
 FARTHEST_SHARE = 0.25
 """From 1 with a defect, from 0 without: half of what would tell them apart at all."""
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

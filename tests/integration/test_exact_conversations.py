@@ -6,7 +6,7 @@ with evictions, an engine restart, a crash and a move. Tokens alone would be nea
 check looks at the logits; `test_a_defect_is_noticed` shows that each of them sees each defect.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -55,14 +55,6 @@ by_cast = pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.name)
 
 def shadowed(_: str, unit: int) -> bool:
     return unit in SHADOWED_UNITS
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

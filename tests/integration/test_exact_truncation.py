@@ -8,7 +8,7 @@ that another one renders it from the records.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -53,14 +53,6 @@ HEARD_SHARES = (0.5, 0.0, 1.0, 0.3)
 """Of the newest unit with sound; below 0.4 half of the unit before it, too, if there is one."""
 SPOKEN = [cast for cast in CASTS if not cast.camera]
 by_cast = pytest.mark.parametrize("cast", SPOKEN, ids=lambda cast: cast.name)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

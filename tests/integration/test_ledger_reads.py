@@ -4,7 +4,7 @@ command line and the exported file say the same as the ledger."""
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ from duplex_sidecar.ledger.records import ClosedDraft, RedoDraft
 from duplex_sidecar.ledger.store import Ledger
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -56,14 +56,6 @@ from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ the append [1, 11, 2, 1, 11]); the long ones run on the real stages in tests/soa
 """
 
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,14 +67,6 @@ def public_sizes(mode: Mode, *, camera: bool = False) -> Terms:
     """The window of the public change, not the small one of the other tests."""
     terms = Terms(mode, basic_high=8000, basic_low=6000, max_units=24, previous_max=500)
     return replace(terms, camera=camera)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 made once, when it opened; and the camera's resolution, the other term that changes a prompt."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,14 +34,6 @@ from session_kit import (
 
 pytestmark = pytest.mark.integration
 UNITS = 40
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 async def dialled(here: Replica, session: str, terms: Terms) -> Caller:

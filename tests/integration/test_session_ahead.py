@@ -1,7 +1,7 @@
 """Rebuild ahead in whole conversations: the same prompts, the same tokens, only earlier."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +34,6 @@ from session_kit import (
 pytestmark = pytest.mark.integration
 UNITS = 60
 Frames = Callable[[int], tuple[bytes, ...]]
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 def no_frames(_: int) -> tuple[bytes, ...]:

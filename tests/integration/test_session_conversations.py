@@ -1,7 +1,7 @@
 """Whole conversations over fake stages and a real Valkey: what is fed, said, recorded and heard."""
 
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -45,14 +45,6 @@ from session_kit import (
 pytestmark = pytest.mark.integration
 UNITS = 60
 Frames = Callable[[int], tuple[bytes, ...]]
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

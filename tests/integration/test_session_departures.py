@@ -3,7 +3,7 @@ is what the ledger says afterwards."""
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,6 @@ from session_kit import Caller, Replica, Terms, claim, eventually, replica
 
 pytestmark = pytest.mark.integration
 TERMS = Terms("context")
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The whole matrix at 120 units: every window mode, with and without a camera, under each kind of
 disturbance and all of them; and each defect really in the context while the session goes on."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,6 @@ SPOILT_UNIT = 26
 SPOILT_UNITS = 32
 
 MATRIX = [*((kind,) for kind in DISTURBANCES), DISTURBANCES]
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -14,7 +14,8 @@ from duplex_sidecar.ledger.answers import judge
 from duplex_sidecar.ledger.call import PendingCall, ScriptName
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.errors import LedgerUnavailable
-from duplex_sidecar.ledger.keys import META_PATTERN, session_keys, session_of
+from duplex_sidecar.ledger.keys import session_keys
+from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.session_view import Phase
 
 TOMBSTONE_MS = 7 * 24 * 3600 * 1000
@@ -38,12 +39,9 @@ async def erase_session(
     return dropped
 
 
-async def unfinished_erasures(connection: Connection) -> AsyncIterator[str]:
+async def unfinished_erasures(connection: Connection, reader: LedgerReader) -> AsyncIterator[str]:
     """Sessions whose erasure was begun and not confirmed: whoever asked for it has ended before."""
-    async for name in connection.scan(META_PATTERN):
-        session = session_of(name.decode(errors="replace"))
-        if session is None:
-            continue
+    async for session in reader.sessions():
         command = ("HMGET", session_keys(session).meta, "phase", "confirmed")
         phase, confirmed = cast("list[bytes | None]", await connection.read(session, command))
         if phase == Phase.ERASED.encode() and confirmed == b"0":

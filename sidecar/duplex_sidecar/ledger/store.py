@@ -245,7 +245,7 @@ class Ledger:
 
     def unfinished_erasures(self) -> AsyncIterator[str]:
         """Sessions that have to be erased again; see `erase.unfinished_erasures`."""
-        return unfinished_erasures(self._connection)
+        return unfinished_erasures(self._connection, self.reader)
 
     # --- the chain ------------------------------------------------------------------------------
 

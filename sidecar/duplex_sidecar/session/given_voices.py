@@ -23,8 +23,8 @@ SPARE_VOICES = 16
 
 class GivenVoices:
     """references: gets the length of each voice's clip, in samples at 16 kHz. in_use: names; of
-    sessions that live here. slots: so many more may be on their way, prepared or being opened, and
-    bring their voices before they live."""
+    sessions that live here or are prepared. slots: so many more may be just being opened, and bring
+    their voices before they live."""
 
     def __init__(
         self,

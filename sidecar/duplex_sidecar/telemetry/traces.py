@@ -91,8 +91,8 @@ class Tracing:
         status: Status,
     ) -> None:
         """A span that ends now and is traced if its parent is. There are five of these a unit: made
-        finished, they cost a third of what the tracer's own take, which guards an open span against
-        other threads and against attributes of any kind."""
+        finished, they cost a quarter of what the tracer's own take, which guards an open span
+        against other threads and against attributes of any kind."""
         if self._processor is None or not parent.trace_flags.sampled:
             return
         context = SpanContext(

@@ -16,8 +16,8 @@ from duplex_sidecar.checkpoint.layout_front_end import (
 from duplex_sidecar.voices.errors import VoiceError, VoiceFault
 from duplex_sidecar.voices.features import Floats
 
-FRAMES_PER_CODE = 4
-"""Of the tokenizer's 100 a second."""
+TOKENIZER_FRAMES_PER_CODE = 4
+"""Of its 100 a second."""
 _ERRORS_ONLY = 3
 
 
@@ -41,7 +41,7 @@ class FrontEnd:
         frames = mel.shape[1]
         length = np.array([frames], self._tokenizer.input_type(1))
         codes = self._tokenizer.run(mel[None], length).reshape(-1).astype(np.int64)
-        expected = -(-frames // FRAMES_PER_CODE)
+        expected = -(-frames // TOKENIZER_FRAMES_PER_CODE)
         if len(codes) != expected:
             raise self._tokenizer.failed(f"{len(codes)} codes for {frames} frames, not {expected}")
         if codes.min() < 0 or codes.max() >= self._config.codebook_size:

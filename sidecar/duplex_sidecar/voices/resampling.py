@@ -12,6 +12,7 @@ import numpy as np
 from duplex_sidecar.voices.features import Floats
 
 _ZERO_CROSSINGS: Final = 6
+_QUARTER: Final = np.pi / _ZERO_CROSSINGS / 2
 _ROLL_OFF: Final = 0.99
 _AT_ONCE: Final = 1 << 22
 """Products held in memory at a time."""
@@ -40,6 +41,3 @@ def resampled(samples: Floats, rate_hz: int, wanted_hz: int) -> Floats:
         near = np.lib.stride_tricks.sliding_window_view(padded, len(taps))[whole + 1]
         parts.append(np.einsum("nt,nt->n", near, kernel).astype(np.float32))
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-
-_QUARTER: Final = np.pi / _ZERO_CROSSINGS / 2

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +26,6 @@ from session_kit import RATE_HZ, TOKEN, Terms, second
 pytestmark = pytest.mark.integration
 
 FIRST_PAD_BYTES = 2 * (16_000 * 35 // 1000)
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

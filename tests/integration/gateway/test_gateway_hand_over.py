@@ -6,7 +6,6 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,6 @@ PACE_S = 0.25
 """The caller speaks four times as fast as people do, so that it takes less of everybody's time."""
 UNITS_A_MOVE = 3
 SILENCE_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 async def speak(client: RealtimeClient, units: int) -> None:

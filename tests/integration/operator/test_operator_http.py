@@ -1,7 +1,7 @@
 """The operator's ways out over real sockets: what comes back in every way that it can."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -325,14 +325,6 @@ async def test_an_api_server_that_is_away_is_told_so() -> None:
 
 
 # --- the sidecar ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
