@@ -1,9 +1,11 @@
-"""Which node of a cluster is asked for the others."""
+"""Which node of a cluster is asked for the others, and which connections a call may use."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import pytest
+from redis.asyncio import BlockingConnectionPool
 
 from duplex_sidecar.ledger.nodes import SLOTS, Cluster, Node
 
@@ -66,3 +68,50 @@ async def test_a_node_that_says_nothing_keeps_nobody_from_asking_the_others() ->
     for _ in range(3):
         await look(cluster)
     assert cast("Any", cluster.holding("duplex:x")).name == a
+
+
+class Pool(BlockingConnectionPool):
+    """Counts what is asked of it. out: connections that are with somebody."""
+
+    def __init__(self) -> None:
+        super().__init__(max_connections=4)
+        self.asked = 0
+        self.out: set[object] = set()
+
+    async def get_connection(self, *_: Any, **__: Any) -> Any:
+        self.asked += 1
+        connection = object()
+        self.out.add(connection)
+        return connection
+
+    async def release(self, connection: object) -> None:
+        self.out.remove(connection)
+
+
+async def use_at_once(node: Node, count: int) -> None:
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            await stack.enter_async_context(node.connection())
+
+
+async def test_a_connection_is_kept_at_hand_and_some_are_left_for_others() -> None:
+    pool = Pool()
+    node = Node(pool)
+    for _ in range(3):
+        await use_at_once(node, 2)
+    assert (pool.asked, len(pool.out)) == (2, 2)
+    await use_at_once(node, 3)
+    assert pool.out == set(), "more than half of the pool"
+
+
+async def test_after_a_fault_no_connection_is_used_that_the_pool_has_not_looked_at() -> None:
+    """The server that ended one has ended the others, too."""
+    pool = Pool()
+    node = Node(pool)
+    await use_at_once(node, 2)
+    with pytest.raises(ConnectionError):
+        async with node.connection():
+            raise ConnectionError("gone")
+    assert pool.out == set()
+    await use_at_once(node, 1)
+    assert pool.asked == 3
