@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from duplex_operator.apply import KubernetesApi
 from duplex_operator.fleet import Fleet
+from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
 from duplex_operator.routes import Routes
 from duplex_operator.settings import OperatorSettings
@@ -29,5 +30,6 @@ class Context:
     fleet: Fleet
     board: PlacementBoard
     routes: Routes
+    occupancy: Occupancy
     now_ms: Callable[[], int] = wall_clock_ms
     monotonic_s: Callable[[], float] = time.monotonic

@@ -14,10 +14,8 @@ from duplex_operator.decide.emptying import may_park
 from duplex_operator.decide.pods import Action, CreatePods, DeletePod, Mark, MarkPod, PodView
 from duplex_operator.decide.pool_status import Trouble
 from duplex_operator.names import (
-    ANNOTATION_IDLE_SINCE,
     ANNOTATION_MARK,
     ANNOTATION_MARKED_AT,
-    LABEL_OCCUPIED,
 )
 from duplex_operator.objects import (
     ObjectKey,
@@ -135,20 +133,12 @@ class PodActions:
         await self._report.tell(look, action.reason, note, "Delete")
 
     async def label_pods(self, look: PoolLook, views: Sequence[PodView]) -> None:
-        """`occupied`, which the budget selects by."""
-        for view in views:
-            pod = self._pod(view.uid)
-            gone = pod is None or pod.meta.deleting or view.uid in look.memory.deleted
-            occupied = view.sessions > 0
-            if pod is None or gone or pod.occupied is occupied:
-                continue
-            changed = {"labels": {LABEL_OCCUPIED: str(occupied).lower()}}
-            if not occupied:
-                changed["annotations"] = {ANNOTATION_IDLE_SINCE: timestamp(look.now_ms)}
-            try:
-                await self._patch_pod(pod, changed, version=None)
-            except MissingError:
-                continue
+        """`occupied`, which the budget selects by: set here for what was found running, and taken
+        off where the last session has left."""
+        for uid in (view.uid for view in views if view.uid not in look.memory.deleted):
+            await self._context.occupancy.settle(
+                uid, lambda uid=uid: bool(sessions_of(self._context, uid)), look.now_ms
+            )
 
     async def empty_pods(self, look: PoolLook) -> None:
         """Tells the sidecars of marked pods, again until they have confirmed; before that, those

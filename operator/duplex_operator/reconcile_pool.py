@@ -1,7 +1,8 @@
 """One pool: observe, decide, apply. Called by the dirty set, never twice at a time for one pool.
 
 Decisions are in `decide/`; they are carried out in an order that loses no session: a mark before a
-deletion, the label that the budget selects by as soon as there is a session, the status last.
+deletion, the status last. The label that the budget selects by is set before a session is opened,
+by whoever opens it (`occupancy`); here it is taken off, and set for what was found running.
 """
 
 from dataclasses import replace

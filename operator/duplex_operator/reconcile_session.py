@@ -298,6 +298,7 @@ class SessionReconciler:
             if action.dead_pod_uid and self._is_proven_dead(action.dead_pod_uid):
                 await client.declare_dead(action.dead_pod_uid)
             text, voice = await self._order(facts.session, window)
+            await self._context.occupancy.occupy(action.pod_uid)
             await client.put_session(uid, text, token.sha256, action.fence, voice)
         except VoiceUnusableError as error:
             return self._voiceless(facts, known, action, error)
@@ -368,6 +369,7 @@ class SessionReconciler:
             return Nothing(SOON_S)
         try:
             text, voice = await self._order(facts.session, window)
+            await self._context.occupancy.occupy(action.pod_uid)
             await target.prepare(uid, text, token.sha256, action.fence, voice)
             await source.hand_over(uid, feed.replica, action.fence)
         except VoiceUnusableError as error:

@@ -10,6 +10,7 @@ from duplex_operator.context import Context
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
 from duplex_operator.objects import Kind
+from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
 from duplex_operator.placer import Placer
 from duplex_operator.reconcile_pool import PoolReconciler
@@ -44,6 +45,7 @@ class Reign:
             fleet=fleet,
             board=board,
             routes=Routes(settings.redis_url),
+            occupancy=Occupancy(store, api),
         )
         self.placer = Placer(store, fleet, board, dirty)
         self.sessions = SessionReconciler(self.context, self.placer.poke)
