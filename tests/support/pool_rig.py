@@ -30,6 +30,7 @@ from duplex_operator.objects import (
     read_session,
     timestamp,
 )
+from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
 from duplex_operator.reconcile_pool import PoolReconciler
 from duplex_operator.resources.pool_secrets import PoolSecret, read_pool_secret
@@ -91,6 +92,7 @@ class PoolRig:
             fleet=fleet,
             board=board,
             routes=Routes(NO_LEDGER),
+            occupancy=Occupancy(store, self.api),
             now_ms=lambda: wall_clock_ms() + self.late_ms,
         )
         self.reconciler = PoolReconciler(self.context, pace_s=0.0)
