@@ -2,13 +2,17 @@
 
 An engine's pool of cache blocks is there from the start, but a page of it counts only once it has
 been written to, and blocks are used in turn. Rebuilds go round the pool quickest, so sessions of
-those come first and are not judged: as many as it takes until nothing of the tree grows.
+those come first and are not judged: as many as it takes until nothing of the tree grows. A session too
+fills what is bounded in it: its owner keeps what it wrote in the last half minute, for a ledger that
+loses its tail. It is judged from then on.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
+from duplex_sidecar.ledger.repair import KEPT_MS
 from tests.bench.figures import Figure
 from tests.bench.measure_start import memory_table, tree_figure
 from tests.bench.processes import memory, memory_by_role
@@ -18,8 +22,11 @@ from tests.bench.stats import fit_line, median_slope
 
 FLAT_KIB_A_UNIT = 4.0
 """Steps of the allocator aside, below an eighth of one unit's PCM: nothing of a unit is kept."""
-FILL_UNITS = 300
-"""Of each session before the first that is judged."""
+FILL_UNITS = 700
+"""Of each session before the first that is judged: somewhat longer than what is judged of one."""
+FULL_S = KEPT_MS / 1000 + 5
+"""A session of this age has filled what is bounded in it."""
+JUDGED_UNITS, UNTIL_FULL_UNITS = 600, 400
 MAX_FILLS = 6
 """What has not come to rest after these is judged as it is."""
 
@@ -35,17 +42,19 @@ class _Track:
 
 def measure_memory(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
     """Raises Broken."""
-    units, warm_up, every = (60, 20, 4) if rig.quick else (600, 60, 15)
+    units, full_s, every = (
+        (60, 1.5, 4) if rig.quick else (UNTIL_FULL_UNITS + JUDGED_UNITS, FULL_S, 15)
+    )
     figures: list[Figure] = []
     fills = [] if rig.quick else _fill(rig, sidecar)
     data: dict[str, object] = {
         "fill_units": FILL_UNITS,
         "fills_own_kib": fills,
         "units": units,
-        "warm_up": warm_up,
+        "judged_from_s": full_s,
     }
     for scenario in (CONTEXT, BASIC, OFF):
-        track, run = _follow(rig, sidecar, scenario, units, warm_up, every)
+        track, run = _follow(rig, sidecar, scenario, units, full_s, every)
         figures += _slopes(scenario.name, track, judge_stages=bool(fills))
         if scenario is OFF:
             kept = "off: the sidecar keeps of the window"
@@ -94,14 +103,17 @@ def at_rest(own_kib: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _follow(
-    rig: Rig, sidecar: LocalSidecar, scenario: Scenario, units: int, warm_up: int, every: int
+    rig: Rig, sidecar: LocalSidecar, scenario: Scenario, units: int, full_s: float, every: int
 ) -> tuple[_Track, Run]:
-    """Memory at every few units after the warm-up, and the conversation itself."""
+    """Memory at every few units of a session that is full_s old, and the conversation itself."""
     root = root_process(sidecar)
     track = _Track()
+    began_s = 0.0
 
-    def look(number: int) -> None:
-        if number < warm_up or number % every:
+    def look(number: int, seq: int) -> None:
+        nonlocal began_s
+        began_s = time.monotonic() if seq == 1 else began_s
+        if time.monotonic() - began_s < full_s or number % every:
             return
         track.units.append(number)
         for role, one in memory_by_role(root).items():

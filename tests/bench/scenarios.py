@@ -59,7 +59,7 @@ class Run:
     retained_row_bytes: int
 
 
-OnUnit = Callable[[int], None]
+OnUnit = Callable[[int, int], None]
 
 
 def converse(
@@ -68,11 +68,11 @@ def converse(
     scenario: Scenario,
     units: int,
     *,
-    on_unit: OnUnit = lambda number: None,
+    on_unit: OnUnit = lambda number, seq: None,
     idle_s: float = 0.0,
 ) -> Run:
-    """`units` units one at a time. on_unit: after each, with its number from 1. Raises Broken,
-    ApiError."""
+    """`units` units one at a time. on_unit: after each, with its number from 1 and the one in
+    its session. Raises Broken, ApiError."""
     root = root_process(sidecar)
     frames: Sequence[bytes] = rig.frames if scenario.camera else ()
     seen: list[Seen] = []
@@ -89,7 +89,7 @@ def converse(
                 sessions, seq = sessions + 1, 0
             seq += 1
             seen.append(client.say(unit, seq))
-            on_unit(number)
+            on_unit(number, seq)
             if seen[-1].window_tokens > ROLL_OVER_TOKENS or number == units:
                 after = _Meter(root, rig.valkey.pid) if number == units else None
                 view = rig.view(client)

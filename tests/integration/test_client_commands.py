@@ -30,7 +30,8 @@ from duplex_sidecar.protocol.events import (
     TurnTruncated,
     UnitDone,
 )
-from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS
+from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS, CommandDesk
+from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import EpochCause, RebuildCause
@@ -370,6 +371,27 @@ async def test_what_is_played_is_known_and_leaves_the_journal(
     resync = await newcomer.until(lambda event: isinstance(event, ResyncRequired))
     assert isinstance(resync, ResyncRequired)
     assert resync.oldest == done + 1
+
+
+async def test_units_go_on_beside_commands_that_never_cease(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out = CommandDesk.run
+
+    async def and_one_more_waits(
+        desk: CommandDesk, known: Conversation, speech: Speech
+    ) -> tuple[Conversation, Speech]:
+        after = await carry_out(desk, known, speech)
+        desk.put(AcknowledgePlayback(1, 0))
+        return after
+
+    monkeypatch.setattr(CommandDesk, "run", and_one_more_waits)
+    await here.open("endless", Terms("off"))
+    caller = Caller("endless")
+    await caller.dial(here)
+    await caller.tell(AcknowledgePlayback(1, 0))
+    await caller.talk(3)
+    check_events(caller)
 
 
 async def test_what_has_left_the_window_is_said_for_good(here: Replica) -> None:

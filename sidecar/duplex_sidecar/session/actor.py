@@ -120,6 +120,8 @@ class SessionActor:
         """Something waits for the loop: a command, work that is done, a wish to end."""
         self._recovered = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
+        self._commands_went = False
+        """What was done last, if it was not a unit."""
         self._closing = False
         self._accepted_sample = 0
         self._asked_to_end: Ending | None = None
@@ -293,10 +295,7 @@ class SessionActor:
                         raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
                     if isinstance(judged, Park):
                         return parked(judged.reason)
-                if self._work is None and self._commands.waiting:
-                    self._start(self._run_commands())
-                if self._work is None and self._desk.has_unit:
-                    self._start(self._run_unit())
+                self._start_next()
                 if self._work is None and self._closing:
                     return Ending(ErrorCode.SESSION_ENDED, "closed by the client", for_good=True)
                 self._tell_of_ledger()
@@ -318,6 +317,19 @@ class SessionActor:
     def _start(self, work: Coroutine[None, None, None]) -> None:
         self._work = asyncio.create_task(work)
         self._work.add_done_callback(lambda _: self._wake.set())
+
+    def _start_next(self) -> None:
+        """Commands go first, but never twice before a unit that waits: a client that floods them
+        holds up nothing."""
+        if self._work is not None:
+            return
+        unit_waits = self._desk.has_unit
+        if self._commands.waiting and not (unit_waits and self._commands_went):
+            self._commands_went = True
+            self._start(self._run_commands())
+        elif unit_waits:
+            self._commands_went = False
+            self._start(self._run_unit())
 
     def _look_after_work(self) -> None:
         """Raises what the work under way ended with."""

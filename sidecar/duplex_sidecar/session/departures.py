@@ -180,12 +180,19 @@ class Departures:
                 try:
                     await self._ledger.erase(session)
                 except LedgerUnavailable:
-                    self._keep_erasure(session)
+                    self._note_erasure(session)
                     raise
             entry = self._roster.live.get(session)
             if entry is not None:
                 await entry.actor.drop_erased()
                 await asyncio.wait({entry.task})
+
+    def _note_erasure(self, session: str) -> None:
+        """The caller is told that it is not done either way, and may ask again."""
+        try:
+            self._keep_erasure(session)
+        except OSError as error:
+            log.error("an erasure cannot be noted for later: %s", error.strerror)
 
     # --- all of them ------------------------------------------------------------------------------
 
