@@ -3,7 +3,7 @@ reason for another outcome."""
 
 import pytest
 
-from duplex_sidecar.ledger import moving, store
+from duplex_sidecar.ledger import lease, moving, store
 from duplex_sidecar.ledger.store import LedgerOptions
 from duplex_sidecar.session import departures, ending, owners, passing_on, standing_by
 from duplex_sidecar.session.departures import Departures
@@ -12,6 +12,12 @@ PATIENCE_S = 60.0
 """For what comes a moment later on a machine with nothing else to do."""
 PATIENT = LedgerOptions(call_timeout_ms=5_000)
 """Of a ledger that always answers, at last."""
+
+
+def leases_run_out(patch: pytest.MonkeyPatch) -> None:
+    """Leases last as long as the product's, where one is waited for."""
+    for module in (store, moving):
+        patch.setattr(module, "LEASE_MS", lease.LEASE_MS)
 
 
 def unhurried(patch: pytest.MonkeyPatch) -> None:
