@@ -2,9 +2,9 @@
 
 An engine's pool of cache blocks is there from the start, but a page of it counts only once it has
 been written to, and blocks are used in turn. Rebuilds go round the pool quickest, so sessions of
-those come first and are not judged: as many as it takes until nothing of the tree grows. A session too
-fills what is bounded in it: its owner keeps what it wrote in the last half minute, for a ledger that
-loses its tail. It is judged from then on.
+those come first and are not judged: as many as it takes until nothing of the tree grows. A session
+too fills what is bounded in it: its owner keeps what it wrote in the last half minute, for a ledger
+that loses its tail. It is judged from then on.
 """
 
 import time
