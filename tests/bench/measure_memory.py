@@ -27,6 +27,8 @@ FILL_UNITS = 700
 FULL_S = KEPT_MS / 1000 + 5
 """A session of this age has filled what is bounded in it."""
 JUDGED_UNITS, UNTIL_FULL_UNITS = 600, 400
+OFF_UNITS = 2_000
+"""Sessions without a window end at the model's length: only the last third of each is judged."""
 MAX_FILLS = 6
 """What has not come to rest after these is judged as it is."""
 
@@ -54,7 +56,8 @@ def measure_memory(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[
         "judged_from_s": full_s,
     }
     for scenario in (CONTEXT, BASIC, OFF):
-        track, run = _follow(rig, sidecar, scenario, units, full_s, every)
+        long = scenario is OFF and not rig.quick
+        track, run = _follow(rig, sidecar, scenario, OFF_UNITS if long else units, full_s, every)
         figures += _slopes(scenario.name, track, judge_stages=bool(fills))
         if scenario is OFF:
             kept = "off: the sidecar keeps of the window"
