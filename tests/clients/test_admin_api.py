@@ -24,7 +24,7 @@ def request(
     token: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """(status, typed body). token None: the right one."""
-    connection = http.client.HTTPConnection("127.0.0.1", sidecar.settings.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", sidecar.settings.port, timeout=60)
     token = sidecar.settings.admin_token if token is None else token
     headers = {"content-type": "application/json"}
     if token:

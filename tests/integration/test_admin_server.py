@@ -21,8 +21,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from support.certificates import make_certificate
+from support.patience import PATIENCE_S
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name
+from duplex_sidecar.admin import api as admin_api
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import AdminGuard, guards_all, guards_status
@@ -31,6 +33,7 @@ from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.session.given_voices import GivenVoices
+from duplex_sidecar.session.watching import UNIT_MS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import MODEL, TOKEN, Caller, Replica, Terms, replica
@@ -121,7 +124,7 @@ async def pod(
                 base_url=f"https://127.0.0.1:{server.port}",
                 headers={"authorization": f"Bearer {ADMIN}"},
                 verify=trusting(certificate[0]),
-                timeout=20,
+                timeout=PATIENCE_S,
             ) as client,
         ):
             found.append(Pod(name, running, feed, server, client))
@@ -364,18 +367,31 @@ def no_old_garbage() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_old_garbage")
-async def test_sessions_go_on_while_a_manifest_is_read(here: Pod) -> None:
-    started = asyncio.get_running_loop().time()
+async def test_sessions_go_on_while_a_manifest_is_read(
+    here: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in turns of the loop that the sessions share: how long they take is the machine's."""
+    turns = 0
+    at: list[int] = []
+    read = admin_api.load_manifests
+
+    def counted(text: str) -> Any:
+        at.append(turns)
+        try:
+            return read(text)
+        finally:
+            at.append(turns)
+
+    monkeypatch.setattr(admin_api, "load_manifests", counted)
     text = f"x: [{'1,' * 40_000}1]\n"
     call = asyncio.create_task(here.call("PUT", "/sessions/x", {"manifest": text, "token": "t"}))
-    longest, last = 0.0, started
     while not call.done():
+        turns += 1
         await asyncio.sleep(0)
-        now = asyncio.get_running_loop().time()
-        longest, last = max(longest, now - last), now
     status, error = await call
     assert (status, error["code"]) == (422, "invalid_manifest")
-    assert longest < (last - started) / 3
+    begun, ended = at
+    assert ended - begun > 30
 
 
 async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey) -> None:
@@ -384,7 +400,7 @@ async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey
         await dead.registry.live["orphan"]._keeper.stop()
         told = {"podUID": "uid-9"}
         assert await here.call("POST", "/dead-replicas", told) == (200, told)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             status, view = await here.put("orphan", Terms("context"), fence=9)
         assert (status, view["fence"]) == (200, 9)
 
@@ -455,7 +471,7 @@ class Listener:
         self.heard: list[dict[str, Any]] = []
 
     async def until(self, **wanted: Any) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             async for text in self._lines:
                 line = json.loads(text)
                 self.heard.append(line)
@@ -484,7 +500,9 @@ async def test_the_feed_tells_what_happens(here: Pod) -> None:
         await caller.dial(here.replica)
         await caller.talk(2)
         line = await one.until(session="early", phase="active", units=2)
-        assert (line["attached"], line["ledgerDurable"], line["keepingPace"]) == (True, True, True)
+        in_time = caller.units[-1].wall_ms <= UNIT_MS  # as a rule, but this machine may stand still
+        told = (line["attached"], line["ledgerDurable"], line["keepingPace"])
+        assert told == (True, True, in_time)
         await here.call("POST", "/sessions/early/park", {})
         line = await two.until(session="early", phase="parked")
         assert (line["reason"], line["fence"], line["units"]) == ("requested", 2, 2)
@@ -519,7 +537,7 @@ async def test_a_listener_that_leaves_makes_room(
         await one.until(kind="beat")
         status, error = await here.call("GET", "/feed")
         assert (status, error["code"]) == (429, "no_slot")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while here.feed.full:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     async with listening(here) as two:
@@ -529,12 +547,12 @@ async def test_a_listener_that_leaves_makes_room(
 async def test_a_listener_that_takes_nothing_is_dropped(
     here: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duplex_sidecar.admin.feed.SEND_TIMEOUT_S", 0.2)
-
     async def stuck(_: bytes) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(TimeoutError):
-        await here.feed.pour(stuck)
+    with monkeypatch.context() as patch:
+        patch.setattr("duplex_sidecar.admin.feed.SEND_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await here.feed.pour(stuck)
     async with listening(here) as other:
         await other.until(kind="beat")

@@ -277,7 +277,7 @@ async def test_hostile_feeds_are_refused_and_nobody_notices(stage: Stage) -> Non
 
 async def test_a_request_for_another_stage_is_refused(stage: Stage) -> None:
     with pytest.raises(StageError, match="not for the talker"):
-        await stage.link.call(ThinkerClose("s"), Done, 5.0)
+        await stage.link.call(ThinkerClose("s"), Done, 60.0)
 
 
 async def test_closing_under_way_leaves_no_seat(stage: Stage) -> None:

@@ -98,8 +98,8 @@ class StandInSidecar:
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
         self.prepared: dict[str, StandInSession] = {}
-        self.hand_over_s = 0.0
-        """How long it waits for a turn's end."""
+        self.hand_overs_together: asyncio.Barrier | None = None
+        """So many orders to hand over wait for each other."""
         self.keeps: set[str] = set()
         """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
@@ -248,7 +248,8 @@ class StandInSidecar:
         """Its last write makes the lease the target's, which looks for that."""
         uid = request.match_info["uid"]
         body = await request.json()
-        await asyncio.sleep(self.hand_over_s)
+        if self.hand_overs_together is not None:
+            await self.hand_overs_together.wait()
         session = self.sessions.pop(uid, None)
         if session is None:
             return _refuse(404, "session_not_found")
