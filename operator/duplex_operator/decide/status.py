@@ -52,6 +52,9 @@ def build_status(
     window = facts.verdict.window if isinstance(facts.verdict, Accepted) else before.window
     moved = before.placement is not None and before.placement != placement
     counters: dict[str, Any] = {}
+    if phase is SessionPhase.PARKED and facts.said is not None and facts.said.units:
+        # Before they were due as counters, maybe: whether it has a history is seen by them.
+        counters = {"units": facts.said.units}
     if said is not None:
         rebuilt = said.last_rebuild
         counters = {
