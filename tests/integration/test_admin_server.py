@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from support.certificates import make_certificate
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name
+from duplex_api.session import Modality, Output
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import AdminGuard, guards_all, guards_status
@@ -278,6 +279,27 @@ async def test_an_operator_of_the_first_release_has_its_way(here: Pod) -> None:
     assert await ask("PUT", path, order(3)) == 410
     assert await ask("POST", f"/erase/{uid}", "{}") == 200
     assert await ask("POST", "/drain", '{"graceSeconds":30}') == 200
+
+
+async def test_one_modality_alone_is_refused_where_a_session_begins(here: Pod) -> None:
+    text = Terms("context").manifest()
+    for one in Modality:
+        output = Output(modalities=(one,))
+        spec = text.spec.model_copy(update={"output": output})
+        manifest = text.model_copy(update={"spec": spec})
+        body = {"manifest": manifest.model_dump_json(exclude_none=True), "token": TOKEN}
+        status, error = await here.call("PUT", "/sessions/half", body)
+        assert (status, error["code"]) == (422, "unserved_manifest")
+        (problem,) = error["problems"]
+        assert problem["path"] == "spec.output.modalities"
+        assert "audio and text" in problem["message"]
+        # One that another release has begun goes on.
+        name = f"half-{one}"
+        await here.put(name, Terms("context"), fence=1)
+        await here.call("POST", f"/sessions/{name}/park", {})
+        status, _ = await here.call("PUT", f"/sessions/{name}", body | {"fence": 2})
+        assert status == 200
+        await here.call("DELETE", f"/sessions/{name}")
 
 
 async def test_what_a_newer_operator_says_besides_is_ignored(

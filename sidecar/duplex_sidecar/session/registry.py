@@ -34,6 +34,7 @@ from duplex_sidecar.session.opening import (
     differs_from,
     facts_of,
     opening_of,
+    require_both_modalities,
     require_served,
 )
 from duplex_sidecar.session.owners import Owners
@@ -261,6 +262,7 @@ class SessionRegistry:
         if claim.resume:
             message = "the session is to go on, and the ledger knows nothing of it"
             raise PlacementRefused(Refusal.LEDGER_LOST, message)
+        require_both_modalities(resolved)
         trace = assembly.new_trace(session)
         draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
         reference = await reference_rows(assembly.stages.encoder, draft)
