@@ -288,7 +288,8 @@ class SessionStatus(ApiModel):
         Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=listed_by("type"))]
         | None
     ) = None
-    """Accepted, Placed, Ready, Connected, LedgerDurable, KeepingPace, WindowHealthy, Ended."""
+    """Accepted, Placed, Ready, Connected, LedgerDurable, KeepingPace, WindowHealthy; once it has
+    happened LedgerRewound, Ended."""
     placement: Placement | None = None
     """Absent while the session has no slot."""
     last_placement: Placement | None = None

@@ -49,6 +49,8 @@ class FeedSession(
     audio: AudioReport = AudioReport()
     keeping_pace: bool = True
     ledger_durable: bool = True
+    ledger_rewound: bool = False
+    """A client has seen more of it than the ledger has."""
     changed_ms: int = msgspec.field(name="changed_ms", default=0)
 
 

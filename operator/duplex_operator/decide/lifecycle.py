@@ -31,8 +31,10 @@ from duplex_operator.decide.facts import LedgerPhase, PodHealth, PodView, Sessio
 from duplex_operator.decide.status import (
     CONNECTED,
     ENDED,
+    LEDGER_REWOUND,
     PLACED,
     READY,
+    REWOUND_SENTENCE,
     RUNNING_PHASES,
     build_status,
     camel_reason,
@@ -367,6 +369,8 @@ def _reflect(facts: SessionFacts, placement: Placement) -> Action:
     due_ms = facts.memory.flushed_ms + facts.limits.counters_period_ms - facts.now_ms
     if only_counters(patch) and due_ms > 0:
         return Nothing(due_ms / 1000)
+    if said.ledger_rewound and condition_of(before, LEDGER_REWOUND) is None:
+        return WriteStatus(status, LEDGER_REWOUND, REWOUND_SENTENCE, event=True, warning=True)
     ready = condition_of(before, READY)
     first = ready is None or ready.status is not ConditionStatus.TRUE
     return WriteStatus(status, "Ready", sentence, event=first)

@@ -83,4 +83,5 @@ def _quality(actor: SessionActor) -> dict[str, Any]:
         "audio": {"underruns": quality.underruns, "longestGapMs": quality.longest_gap_ms},
         "keepingPace": quality.keeping_pace,
         "ledgerDurable": actor.ledger_answers,
+        "ledgerRewound": quality.ledger_rewound,
     }

@@ -555,6 +555,33 @@ def test_conditions_tell_pace_and_window() -> None:
     assert action.status.last_rebuild.trace_id == "t" * 32
 
 
+def test_a_ledger_that_lost_its_tail_is_told_once_and_not_forgotten() -> None:
+    talks = said(FeedPhase.ACTIVE, attached=True)
+    action = decide(placed(SessionPhase.ACTIVE, said=talks))
+    assert isinstance(action, WriteStatus)
+    assert condition_of(action.status, "LedgerRewound") is None
+    before = placed(SessionPhase.ACTIVE, said=talks)
+    before = replace(before, session=session(status=action.status))
+    lost = msgspec.structs.replace(talks, ledger_rewound=True)
+    assert is_news(talks, lost)
+    action = decide(replace(before, said=lost))
+    assert isinstance(action, WriteStatus)
+    assert (action.reason, action.event, action.warning) == ("LedgerRewound", True, True)
+    told = condition_of(action.status, "LedgerRewound")
+    assert told is not None
+    assert (told.status, told.reason) == ("True", "EventsLost")
+    known = replace(before, session=session(status=action.status))
+    assert decide(replace(known, said=lost)) == Nothing()
+    # On another pod nobody knows of it any more.
+    again = decide(
+        replace(known, said=msgspec.structs.replace(talks, units=9), now_ms=NOW_MS + 90_000)
+    )
+    parks = decide(replace(known, said=said(FeedPhase.PARKED, reason="client_away")))
+    for action in (again, parks):
+        assert isinstance(action, WriteStatus)
+        assert condition_of(action.status, "LedgerRewound") == told
+
+
 # --- a whole life, simulated --------------------------------------------------------------------
 
 
