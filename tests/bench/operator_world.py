@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 import yaml
 from support.api_servers import ApiServer, running_api_server
-from support.kube import reserve_port
+from support.kube import reserve_port, restricted_namespace
 from support.operators import login
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
@@ -271,7 +271,7 @@ def _prepare(server: ApiServer) -> None:
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
     upkeep = ["leases", "duplexpools", "duplexpools/status", "pods", "poddisruptionbudgets"]
     documents: list[Json] = [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        restricted_namespace(NAMESPACE),
         {"apiVersion": "v1", **account},
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
