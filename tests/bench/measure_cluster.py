@@ -25,6 +25,7 @@ from scripts.cluster import say
 from tests.bench import conditions
 from tests.bench.__main__ import RESULTS, dump
 from tests.bench.figures import Figure, as_json, print_table
+from tests.bench.operator_requests import requests_for_sessions
 from tests.bench.session_times import SessionTimes
 from tests.bench.stats import percentile
 
@@ -67,7 +68,7 @@ def opened(times: SessionTimes, name: str) -> Opened:
 
 
 def operator_requests(voice: Voice) -> dict[str, float]:
-    """What all operators have asked of the API server, without their Leases and pools' upkeep."""
+    """What all operators have asked of the API server for sessions, by verb and resource."""
     counted: dict[str, float] = {}
     for pod in voice.cluster.items("pods", voice.namespace, OPERATORS):
         with voice.cluster.port_forward(
@@ -76,11 +77,8 @@ def operator_requests(voice: Voice) -> dict[str, float]:
             url = f"http://127.0.0.1:{port}/metrics"
             with urllib.request.urlopen(url, timeout=10) as answer:
                 text: str = answer.read().decode()
-        for line in text.splitlines():
-            name, _, labels = line.partition("{")
-            if name == "duplex_operator_api_requests_total" and "leases" not in labels:
-                key, _, value = labels.rpartition(" ")
-                counted[key.rstrip("}")] = counted.get(key.rstrip("}"), 0) + float(value)
+        for key, count in requests_for_sessions(text).items():
+            counted[key] = counted.get(key, 0) + count
     return counted
 
 

@@ -29,6 +29,7 @@ from duplex_operator.apply import PODS, POOLS, SESSIONS, KubernetesApi
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from scripts.cluster import say
+from tests.bench.operator_requests import UPKEEP
 from tests.bench.processes import cpu_s
 
 NAMESPACE, POOL, ACCOUNT = "bench", "pool", "operator"
@@ -269,7 +270,7 @@ def _prepare(server: ApiServer) -> None:
     account = {"kind": "ServiceAccount", "metadata": {"name": ACCOUNT, "namespace": NAMESPACE}}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
-    upkeep = ["leases", "duplexpools", "duplexpools/status", "pods", "poddisruptionbudgets"]
+    upkeep = [*UPKEEP, "duplexpools/status"]
     documents: list[Json] = [
         restricted_namespace(NAMESPACE),
         {"apiVersion": "v1", **account},
