@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
@@ -82,7 +82,9 @@ class Conversation:
         self._frames = frames or []
         self._speed = speed
         self._redial_for_s = redial_for_s
-        self._options: WebSocketConnectionOptions = {} if tls is None else {"ssl": tls}
+        # The SDK names only a part of what it passes on to the connection.
+        options = {} if tls is None else {"ssl": tls}
+        self._options = cast("WebSocketConnectionOptions", options)
         self._on_event = on_event
         self._last_sequence = 0
         self._position = 0
