@@ -54,7 +54,7 @@ from duplex_sidecar.ledger.records import (
     stopped_units,
 )
 from duplex_sidecar.ledger.session_view import Phase
-from duplex_sidecar.ledger.store import Ledger, LedgerOptions
+from duplex_sidecar.ledger.store import LEAST_RETENTION_MS, Ledger, LedgerOptions
 
 pytestmark = pytest.mark.integration
 
@@ -165,6 +165,21 @@ async def test_every_key_expires(ledger: Ledger, raw: Redis, session: str) -> No
     await raw.pexpire(keys.rows, 5_000)
     await ledger.renew(writer.lease)
     assert await raw.pttl(keys.rows) > 23 * 3_600_000
+
+
+async def test_a_short_retention_does_not_end_under_a_living_owner(
+    ledger: Ledger, raw: Redis, session: str
+) -> None:
+    """It is refreshed before it is over, and never shorter than a takeover takes."""
+    writer = await Writer.create(ledger, session, retention_ms=1_000)
+    meta = session_keys(session).meta
+    assert LEAST_RETENTION_MS - 1_000 < await raw.pttl(meta) <= LEAST_RETENTION_MS
+    touched = int(await raw.hget(meta, "touched") or 0)
+    for left_ms, refreshed in ((LEAST_RETENTION_MS - 2_000, False), (4_000, True)):
+        await raw.hset(meta, "touched", str(touched - (LEAST_RETENTION_MS - left_ms)))
+        await raw.pexpire(meta, left_ms)
+        await ledger.renew(writer.lease)
+        assert (await raw.pttl(meta) > left_ms) == refreshed
 
 
 # --- one owner ----------------------------------------------------------------------------------
