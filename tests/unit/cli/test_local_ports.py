@@ -31,7 +31,7 @@ def test_a_port_is_none_of_those_that_the_system_gives(
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = int(taken.getsockname()[1])
         monkeypatch.setattr(local_sidecar, "_PORT_TRIES", 1)
         monkeypatch.setattr(local_sidecar, "_ports_of_our_own", lambda: range(port, port + 1))
