@@ -158,13 +158,13 @@ async def test_a_client_that_does_not_read(
     session = await new_session(ground)
     async with gate(valkey.url, send_buffer_bytes=16_384) as front:
         with socket.socket() as narrow, monkeypatch.context() as patch:
-            patch.setattr("duplex_gateway.client_socket.SEND_TIMEOUT_S", 0.3)
             narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
             narrow.connect(("127.0.0.1", front.port))
             narrow.setblocking(False)
             async with calling(front, session, sock=narrow) as client:
                 await client.until("session.created")
                 await client.format()
+                patch.setattr("duplex_gateway.client_socket.SEND_TIMEOUT_S", 0.3)
                 client.socket.transport.pause_reading()
                 sending = asyncio.create_task(send_all(client, 60))
                 await eventually_in_metrics(front, 'ended_total{end="slow_client"} 1.0')

@@ -26,21 +26,27 @@ UNITS_A_MOVE = 3
 SILENCE_S = 1.0
 
 
-async def speak(client: RealtimeClient, units: int) -> None:
-    """On a clock of its own, whatever comes back."""
-    began = time.monotonic()
-    for number in range(1, units + 1):
+async def speak(client: RealtimeClient, over: asyncio.Event) -> int:
+    """On a clock of its own, whatever comes back, until it is over. How many seconds."""
+    began, number = time.monotonic(), 0
+    while not over.is_set():
+        number += 1
         await client.append(second(number))
         await asyncio.sleep(max(0.0, began + number * PACE_S - time.monotonic()))
+    return number
 
 
-async def listen(client: RealtimeClient, units: int) -> list[float]:
+async def listen(client: RealtimeClient, done: list[float]) -> None:
     """When each unit was done."""
-    done: list[float] = []
-    for number in range(1, units + 1):
-        await client.until_unit(number)
+    while True:
+        await client.until_unit(len(done) + 1)
         done.append(time.monotonic())
-    return done
+
+
+def units_after(client: RealtimeClient, moves: int, units: int) -> bool:
+    """Whether so many units are done, and the first one behind each of the moves among them."""
+    causes = [unit["rebuild_cause"] for unit in client.heard.units]
+    return len(causes) >= units and causes.count("move") == moves
 
 
 async def test_a_client_hardly_notices(valkey: EmbeddedValkey) -> None:
@@ -63,7 +69,6 @@ async def test_a_client_hardly_notices(valkey: EmbeddedValkey) -> None:
 
 async def moved_to_and_fro(valkey: EmbeddedValkey) -> tuple[list[float], list[float]]:
     """When the session had moved, each time, and when each of its units was done."""
-    units = UNITS_A_MOVE * (MOVES + 1)
     async with yard(valkey.url) as ground, gate(valkey.url) as front:
         await ground.build()
         await ground.build()
@@ -75,17 +80,22 @@ async def moved_to_and_fro(valkey: EmbeddedValkey) -> tuple[list[float], list[fl
         async with calling(front, "moves") as client:
             await client.until("session.created")
             await client.format()
-            speaking = asyncio.create_task(speak(client, units))
-            listening = asyncio.create_task(listen(client, units))
+            over, done = asyncio.Event(), list[float]()
+            speaking = asyncio.create_task(speak(client, over))
+            listening = asyncio.create_task(listen(client, done))
             moves: list[float] = []
-            for move in range(MOVES):
-                wanted = UNITS_A_MOVE * (move + 1)
-                await eventually(lambda w=wanted: len(client.heard.units) >= w)
-                await ground.operator.move("moves", here, there)
-                moves.append(time.monotonic())
-                here, there = there, here
-            await speaking
-            done = await listening
+            for move in range(MOVES + 1):
+                wanted = len(client.heard.units) + UNITS_A_MOVE
+                await eventually(lambda m=move, w=wanted: units_after(client, m, w))
+                if move < MOVES:
+                    await ground.operator.move("moves", here, there)
+                    moves.append(time.monotonic())
+                    here, there = there, here
+            over.set()
+            units = await speaking
+            await eventually(lambda: len(done) == units)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
             await client.close_session()
         client.heard.assert_whole()
         moved = client.heard.of_type("session.moved")
