@@ -395,7 +395,7 @@ def has_history(facts: SessionFacts) -> bool:
 def _stay_parked(facts: SessionFacts, reason: str, sentence: str) -> Action:
     """Nobody writes to its ledger now: beyond its retention there is nothing to come back to."""
     parked_ms = since_ms(facts.session.status, PLACED) or facts.now_ms
-    bounds = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
+    bounds: list[tuple[int, str, str]] = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
     if facts.desired is not DesiredState.PARKED:
         bounds.append((facts.lifecycle_ms("idle_timeout"), *_IDLE_TIMEOUT))
     bound_ms, over, why = min(bounds)
