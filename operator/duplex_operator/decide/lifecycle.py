@@ -59,8 +59,11 @@ VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
 LEDGER_LOST = "ledger_lost"
 """Code of the refusal to begin anew what was told to go on."""
-_RETENTION_PASSED = ("RetentionPassed", "its ledger was not used for its retention")
-_IDLE_TIMEOUT = ("IdleTimeout", "it had no input for its idleTimeout")
+_RETENTION_PASSED: tuple[str, str] = (
+    "RetentionPassed",
+    "its ledger was not used for its retention",
+)
+_IDLE_TIMEOUT: tuple[str, str] = ("IdleTimeout", "it had no input for its idleTimeout")
 _QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
 LEASE_MARGIN_MS = 10
