@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import last_run
 from support.arena import Arena
 from support.sidecars import make_bed
 
@@ -16,3 +17,8 @@ def arena(tiny_checkpoint: Path) -> Iterator[Arena]:
         yield arena
     finally:
         arena.bed.close()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What the run came to is kept with its proofs."""
+    last_run.finish(session.testscollected, session.testsfailed)

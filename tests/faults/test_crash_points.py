@@ -27,6 +27,8 @@ LEASE_MS, MARGIN_MS = 900, 150
 RANDOM_CONVERSATIONS = 2
 RANDOM_CONVERSATIONS_LONG = 40
 """For each mode."""
+LEAST_POINTS, LEAST_POINTS_LONG = 45, 1_000
+"""That this file and the ones before it have to reach together."""
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +97,9 @@ async def test_deaths_at_random(ground: Ground, mode: Mode) -> None:
         await ground.hold(f"random-{mode}-{seed}", mode, chosen, proof=seed % 3 != 2)
     assert Minimums(takeovers=many, redos=many // 10).missing(ground.counts) == []
     ground.record("random", points)
+
+
+def test_as_many_deaths_as_the_proof_asks_for() -> None:
+    """Of all that are counted in this run, when this whole file ran."""
+    least = LEAST_POINTS_LONG if last_run.is_long() else LEAST_POINTS
+    assert last_run.crash_points("crash_points") >= least
