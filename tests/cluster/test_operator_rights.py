@@ -135,6 +135,9 @@ class Rights:
                 *bindings(self.roles),
             ]
         )
+        # Of the one role and of the other: what is asked for too early counts as refused.
+        for verb, resource in (("list", "nodes"), ("get", "leases/duplex-operator")):
+            server.await_right(USER, verb, resource, NAMESPACE)
         config = yaml.safe_load(server.kubeconfig.read_text())
         config["users"][0]["user"] = {"token": server.token_for(ACCOUNT, NAMESPACE)}
         self.kubeconfig.write_text(yaml.safe_dump(config))

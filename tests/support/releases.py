@@ -27,7 +27,9 @@ LEDGER_IMAGE = "duplex-test-ledger:1"
 CHARTS = ROOT / "charts"
 EXAMPLES = ROOT / "examples"
 LEDGER_DOCKERFILE = ROOT / "tests" / "cluster" / "ledger.Dockerfile"
-INSTALL_TIMEOUT_S = 180
+INSTALL_TIMEOUT_S = 300
+GONE_TIMEOUT_S = 150
+"""An operator erases a ledger for 30 s at most before it lets a session go."""
 RELEASE = "talk"
 SIDECARS = "app.kubernetes.io/component=sidecar"
 
@@ -126,6 +128,12 @@ def named(name: str, **spec: object) -> Json:
     return session
 
 
+def delete_and_wait(voice: Voice, *what: str, namespace: str | None = None) -> None:
+    """what: arguments of `kubectl delete`. Returns when it is gone."""
+    arguments = ("delete", *what, f"--timeout={GONE_TIMEOUT_S}s")
+    voice.cluster.kubectl(*arguments, namespace=namespace, timeout_s=GONE_TIMEOUT_S + 10)
+
+
 @contextmanager
 def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[None]:
     """Gone at the end, and their slots free."""
@@ -135,8 +143,7 @@ def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[Non
         yield
     finally:
         names = [f"dxs/{session['metadata']['name']}" for session in sessions]
-        arguments = ("delete", *names, "--ignore-not-found", "--timeout=60s")
-        voice.cluster.kubectl(*arguments, namespace=where, timeout_s=70)
+        delete_and_wait(voice, *names, "--ignore-not-found", namespace=where)
 
 
 def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
