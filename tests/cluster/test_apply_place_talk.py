@@ -16,6 +16,7 @@ from support.releases import (
     SIDECARS,
     Voice,
     applied,
+    applied_beside,
     delete_and_wait,
     example,
     ledger_of,
@@ -157,7 +158,7 @@ async def test_operators_are_killed_while_a_client_talks(voice: Voice) -> None:
             await asyncio.to_thread(kube.kubectl, *kill, namespace=voice.namespace)
             await caller.until_unit(caller.last_unit + 3)
             # A new leader places and ends.
-            with applied(voice, named("later")):
+            async with applied_beside(voice, named("later")):
                 ready = ("dxs/later", "condition=Ready", namespace, LEAD_TIMEOUT_S)
                 await asyncio.to_thread(kube.wait, *ready)
             caller.assert_whole()

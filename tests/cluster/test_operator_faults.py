@@ -31,7 +31,7 @@ from duplex_operator.apply import (
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 AWAY_S = 30.0
 BACK_S = 60.0

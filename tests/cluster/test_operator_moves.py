@@ -29,7 +29,7 @@ from duplex_operator.resources.pool_secrets import PoolSecret, read_pool_secret
 from duplex_operator.settings import OperatorSettings
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 WAIT_S = 120.0

@@ -17,7 +17,7 @@ from support.operator_processes import operator
 from duplex_api.constants import API_VERSION
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 TAKEOVER_S = 90.0
 """Up to 19 s of it are the lease's, by design."""

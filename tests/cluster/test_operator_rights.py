@@ -24,7 +24,7 @@ from duplex_operator.reign import Reign
 from duplex_operator.settings import OperatorSettings
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "charts" / "golden" / "defaults.yaml"
 NAMESPACE, ACCOUNT = "rights", "operator"

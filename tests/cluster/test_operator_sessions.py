@@ -29,7 +29,7 @@ from duplex_operator.objects import ObjectKey
 from duplex_operator.sweep import check_tokens, sweep_once
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 MOST_STEPS = 16
 

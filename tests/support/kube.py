@@ -8,7 +8,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -254,11 +254,7 @@ class Kube:
         ) as process:
             try:
                 assert process.stdout is not None
-                said = process.stdout.readline()
-                found = _FORWARDING.search(said)
-                if found is None:
-                    raise KubeError(f"{_shown(command)}: {said.strip()}")
-                yield int(found[1])
+                yield _forwarded_port(process.stdout, _shown(command))
             finally:
                 process.terminate()
 
@@ -275,6 +271,28 @@ def until(
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout_s} s")
         time.sleep(poll_s)
+
+
+def _forwarded_port(stdout: Iterable[str], command: str) -> int:
+    """What `kubectl port-forward` says first may be a warning."""
+    said: list[str] = []
+    for line in stdout:
+        found = _FORWARDING.search(line)
+        if found is not None:
+            return int(found[1])
+        said.append(line.strip())
+    raise KubeError(f"{command}: {' '.join(said)}")
+
+
+def quiet_port() -> int:
+    """A port that nobody listens on now, of those that the kernel gives to no outgoing connection:
+    it is still free when a program that starts slowly takes it."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = lowest - 1 - secrets.randbelow(lowest // 2)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def reserve_port() -> socket.socket:

@@ -1,8 +1,9 @@
 """A release of the chart on this machine's own cluster, and what it needs there to run real
 conversations: images without a registry, a pool whose pods run this checkout."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,17 @@ def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[Non
     finally:
         names = [f"dxs/{session['metadata']['name']}" for session in sessions]
         delete_and_wait(voice, *names, "--ignore-not-found", namespace=where)
+
+
+@asynccontextmanager
+async def applied_beside(voice: Voice, *sessions: Json) -> AsyncGenerator[None]:
+    """As `applied`, while a client of the same loop talks on."""
+    context = applied(voice, *sessions)
+    await asyncio.to_thread(context.__enter__)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
