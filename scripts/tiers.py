@@ -6,9 +6,10 @@ Loaded by `run_tests.py` and by `check.py`. A test without its marker would sile
 import os
 from collections.abc import Set
 from pathlib import PurePath
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 TIER_OF_FOLDER = {
     "unit": "unit",
@@ -23,8 +24,13 @@ TIER_OF_FOLDER = {
 PROFILE_VARIABLE = "DUPLEX_TEST_PROFILE"
 LONG_PROFILE = "long"
 
-settings.register_profile("default", deadline=None)
-settings.register_profile(LONG_PROFILE, deadline=None, max_examples=2_000)
+# How long cases take to make and to run says something of the machine alone.
+_PATIENT: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("default", **_PATIENT)
+settings.register_profile(LONG_PROFILE, max_examples=2_000, **_PATIENT)
 settings.load_profile(os.environ.get(PROFILE_VARIABLE, "default"))
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from duplex_api.base import ApiModel
 from duplex_api.constants import (
     API_GROUP,
+    API_VERSION,
     API_VERSION_NAME,
     CATEGORIES,
     POOL_KIND,
@@ -222,6 +223,10 @@ def _column(
     return column | ({"priority": 1} if wide else {})
 
 
+def _text(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
 def _crd(
     *,
     names: dict[str, Any],
@@ -257,15 +262,21 @@ def _crd(
                             "description": description,
                             "required": ["spec"],
                             "properties": {
-                                "apiVersion": {"type": "string"},
-                                "kind": {"type": "string"},
+                                "apiVersion": _text(f"Always {API_VERSION}."),
+                                "kind": _text(f"Always {names['kind']}."),
                                 # Beside its type only the name may be narrowed here.
                                 "metadata": {
                                     "type": "object",
+                                    "description": "Kubernetes' own, with shorter names.",
                                     "properties": {
                                         "name": {
                                             key: name[key]
-                                            for key in ("type", "maxLength", "pattern")
+                                            for key in (
+                                                "type",
+                                                "description",
+                                                "maxLength",
+                                                "pattern",
+                                            )
                                         }
                                     },
                                 },

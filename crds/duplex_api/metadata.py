@@ -39,13 +39,19 @@ class Condition(ApiModel):
     """Kubernetes' meta/v1 Condition, with its bounds."""
 
     type: Annotated[StrictStr, Field(min_length=1, max_length=316)]
+    """What it is about, for example Ready."""
     status: ConditionStatus
+    """True, False or Unknown."""
     reason: Annotated[StrictStr, Field(min_length=1, max_length=1024)]
+    """Why, in one word."""
     message: Annotated[StrictStr, Field(max_length=32_768)]
+    """Why, in a sentence."""
     last_transition_time: Annotated[
         StrictStr, Field(max_length=64, json_schema_extra={"format": "date-time"})
     ]
+    """When the status became what it is."""
     observed_generation: LongCount | None = None
+    """The metadata.generation that it was judged by."""
 
 
 def listed_by(*keys: str) -> dict[str, Any]:

@@ -35,13 +35,19 @@ OpenObject = Annotated[
 
 
 class CheckpointClaim(ApiModel):
+    """A PersistentVolumeClaim of the pool's namespace."""
+
     claim_name: ObjectName
+    """Name of the claim. It is mounted read-only."""
     path: FolderPath | None = None
     """Folder inside the volume. Default: its root."""
 
 
 class CheckpointImage(ApiModel):
+    """An image, mounted as a volume."""
+
     reference: ImageName
+    """Name of the image."""
     path: FolderPath | None = None
     """Folder inside the image. Default: its root."""
 
@@ -85,7 +91,9 @@ class ResourceClaim(ApiModel):
     """A claim for a device by dynamic resource allocation."""
 
     name: LabelName
+    """Its name inside the pod."""
     resource_claim_template_name: ObjectName
+    """The ResourceClaimTemplate of the pool's namespace that each pod's claim is made from."""
 
 
 _NOT_BOTH = "resourceName and resourceClaims exclude each other"
@@ -107,6 +115,7 @@ class Gpu(ApiModel):
     resource_name: Annotated[StrictStr, Field(min_length=1, max_length=253)] | None = None
     """For example nvidia.com/gpu."""
     count: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
+    """How many of the resource a pod asks for. Default: 1."""
     resource_claims: (
         Annotated[
             tuple[ResourceClaim, ...],
@@ -114,6 +123,7 @@ class Gpu(ApiModel):
         ]
         | None
     ) = None
+    """Claims for devices by dynamic resource allocation, instead."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -137,7 +147,9 @@ class Scaling(ApiModel):
     )
 
     min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)]
+    """Pods that are there even if nobody talks."""
     max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)]
+    """Pods at most, whoever waits."""
     spare_slots: Count | None = None
     """Slots kept free, so that a new session need not wait for a pod."""
 
@@ -167,6 +179,7 @@ class AllowedNamespaces(ApiModel):
     )
 
     source: Annotated[NamespaceSource, Field(alias="from")]
+    """Same: the pool's own. All: every namespace. Listed: those in names."""
     names: (
         Annotated[
             tuple[LabelName, ...],
@@ -175,6 +188,7 @@ class AllowedNamespaces(ApiModel):
         ]
         | None
     ) = None
+    """Namespaces whose sessions may come."""
 
     @model_validator(mode="after")
     def _names_when_listed(self) -> Self:
@@ -188,6 +202,8 @@ _GRACE_BOUND = "grace must not be above 1h"
 
 
 class DrainPolicy(ApiModel):
+    """How a pod is emptied."""
+
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             ("!has(self.grace) || duration(self.grace) <= duration('1h')", _GRACE_BOUND)
@@ -205,19 +221,26 @@ class DrainPolicy(ApiModel):
 
 
 class UpgradePolicy(ApiModel):
+    """How pods are replaced when the pool has changed."""
+
     max_surge: Annotated[StrictInt, Field(ge=0, le=100)] | None = None
     """Pods above the wanted number while a new template rolls out. Never assumed to be there."""
 
 
 class Telemetry(ApiModel):
+    """Traces of the pool's sessions. A change makes new pods."""
+
     otlp_endpoint: Annotated[StrictStr, Field(min_length=1, max_length=2048)] | None = None
+    """Where they are sent, as a URL. Absent: nowhere."""
     sample_ratio: Annotated[Real, Field(ge=0, le=1)] | None = None
+    """The part of the sessions that is traced, each of them whole."""
 
 
 class VoiceVolume(ApiModel):
     """A volume of voice files, one `<name>.safetensors` each."""
 
     claim_name: ObjectName
+    """A PersistentVolumeClaim of the pool's namespace, mounted read-only."""
 
 
 class PodTemplate(ApiModel):
@@ -225,10 +248,14 @@ class PodTemplate(ApiModel):
     shape is fixed here; the operator's pod is refused where it is wrong."""
 
     metadata: OpenObject | None = None
+    """Labels and annotations of the pods."""
     spec: OpenObject | None = None
+    """A PodSpec."""
 
 
 class PoolSpec(ApiModel):
+    """What is wanted of the pods."""
+
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             (
@@ -259,6 +286,7 @@ class PoolSpec(ApiModel):
     drain: DrainPolicy | None = None
     upgrade: UpgradePolicy | None = None
     window_presets: Annotated[dict[StrictStr, WindowPolicy], Field(max_length=32)] | None = None
+    """Window policies by name, for sessions to choose from."""
     default_window_preset: LabelName | None = None
     """The preset of sessions that name none. Absent: the product's defaults."""
     voices: VoiceVolume | None = None
@@ -278,18 +306,27 @@ class PoolSpec(ApiModel):
 
 
 class PoolStatus(ApiModel):
+    """How things stand, as the operator tells it."""
+
     observed_generation: LongCount | None = None
+    """The metadata.generation that this status is about."""
     replicas: Count | None = None
+    """Pods that are there."""
     ready_replicas: Count | None = None
+    """Those of them that take sessions."""
     selector: Annotated[StrictStr, Field(max_length=4096)] | None = None
     """The pods' labels as text, for the scale subresource."""
     slots: Count | None = None
+    """Sessions that fit on the ready pods."""
     free_slots: Count | None = None
+    """Sessions that fit beside those that are there."""
     queued: Count | None = None
+    """Sessions that wait for a slot."""
     conditions: (
         Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=listed_by("type"))]
         | None
     ) = None
+    """Among them Ready and Degraded."""
 
 
 class DuplexPool(ApiModel):

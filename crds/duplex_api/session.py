@@ -57,17 +57,26 @@ class AudioFormat(StrEnum):
     PCM = "pcm"
 
 
+BOTH_MODALITIES = "replies are always spoken, with their transcript: name both audio and text"
+
+
 class PoolRef(ApiModel):
+    """The DuplexPool whose pods run the session."""
+
     name: LabelName
+    """Name of the pool."""
     namespace: LabelName | None = None
-    """Default: the session's. Another one must be allowed by the pool's allowedNamespaces."""
+    """Its namespace. Default: the session's. Another one must be allowed by the pool's
+    allowedNamespaces."""
 
 
 class KeyRef(ApiModel):
     """A Secret or ConfigMap of the session's own namespace."""
 
     name: ObjectName
+    """Name of the object."""
     key: DataKey | None = None
+    """Which of its entries. Needed where it has several."""
 
 
 class Voice(ApiModel):
@@ -109,6 +118,14 @@ class Camera(ApiModel):
 
 
 class Output(ApiModel):
+    """What the model answers in."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            ("!has(self.modalities) || self.modalities.size() == 2", BOTH_MODALITIES)
+        )
+    )
+
     modalities: (
         Annotated[
             tuple[Modality, ...],
@@ -117,8 +134,10 @@ class Output(ApiModel):
         ]
         | None
     ) = None
-    """What the model answers in: audio, text, or both."""
+    """Of a reply: its sound (audio) and its transcript (text). Both always come, so only both may
+    be named."""
     audio_format: AudioFormat | None = None
+    """pcm: signed 16-bit little endian, mono, 24,000 samples a second."""
 
 
 class Sampling(ApiModel):
@@ -135,9 +154,13 @@ class Sampling(ApiModel):
     )
 
     greedy: Flag | None = None
+    """true: always the likeliest token. Excludes temperature, topK and topP."""
     temperature: Annotated[Real, Field(gt=0, le=2)] | None = None
+    """Higher is more varied."""
     top_k: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Draws among this many of the likeliest tokens."""
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    """Draws among the likeliest tokens that together have this share of the probability."""
     seed: LongCount | None = None
     """Equal seeds and equal input give equal draws. Default: drawn when the session opens."""
 
@@ -164,10 +187,13 @@ class Lifecycle(ApiModel):
     ttl_after_finished: Duration | None = None
     """Deletes the object this long after the session ended."""
     retention: Duration | None = None
-    """How long the ledger outlives its last use."""
+    """How long the ledger outlives its last use, at least 10s. A parked session ends with it. What
+    it was when the conversation began counts."""
 
 
 class SessionSpec(ApiModel):
+    """What is wanted of the conversation."""
+
     pool_ref: PoolRef
     window_preset: LabelName | None = None
     """A window preset of the pool. Default: the pool's default preset."""
@@ -210,16 +236,24 @@ class Placement(ApiModel):
     """Where the session runs. An intent; the lease is the truth."""
 
     pod: ObjectName
+    """Name of the pod."""
     pod_uid: Annotated[StrictStr, Field(alias="podUID", max_length=64)]
+    """Its uid: another pod of that name is another one."""
     fence: LongCount
+    """Number of the placement. It only grows; the ledger takes nothing under a smaller one."""
 
 
 class LastRebuild(ApiModel):
+    """The last time that the model's view was computed anew, for example after a slide."""
+
     cause: Annotated[StrictStr, Field(max_length=63)]
+    """Why, in one word."""
     cost_ms: Annotated[Real, Field(ge=0)]
+    """How long it took, in milliseconds."""
     trace_id: Annotated[
         Annotated[StrictStr, Field(max_length=32)] | None, Field(alias="traceID")
     ] = None
+    """The trace that it is part of, in hex."""
 
 
 class AudioQuality(ApiModel):
@@ -228,37 +262,54 @@ class AudioQuality(ApiModel):
     underruns: LongCount
     """Times that audio came later than it had to be played."""
     longest_gap_ms: LongCount
+    """The longest silence that this made, in milliseconds."""
 
 
 class TokenSecret(ApiModel):
+    """The Secret with the client's token."""
+
     name: ObjectName
+    """Name of the Secret, in the session's namespace."""
     key: DataKey
+    """Which of its entries is the token."""
 
 
 class SessionStatus(ApiModel):
+    """How things stand, as the operator tells it."""
+
     observed_generation: LongCount | None = None
+    """The metadata.generation that this status is about."""
     phase: SessionPhase | None = None
     reason: Annotated[StrictStr, Field(max_length=1024)] | None = None
     """Why the phase is what it is, in one word; how it ended, once it has."""
     message: Annotated[StrictStr, Field(max_length=32_768)] | None = None
+    """The same in a sentence."""
     conditions: (
         Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=listed_by("type"))]
         | None
     ) = None
+    """Accepted, Placed, Ready, Connected, LedgerDurable, KeepingPace, WindowHealthy; once it has
+    happened LedgerRewound, Ended."""
     placement: Placement | None = None
     """Absent while the session has no slot."""
     last_placement: Placement | None = None
     """Where it ran before; no larger fence was given out then."""
     ledger_id: Annotated[StrictStr, Field(max_length=253)] | None = None
+    """The session's name in the ledger, and for clients (?session=): the object's uid."""
     endpoint: Annotated[StrictStr, Field(max_length=2048)] | None = None
+    """Where clients dial."""
     token_secret: TokenSecret | None = None
     queue_position: PositiveCount | None = None
+    """Its place among those that wait for a slot of its pool, from 1. Written now and then."""
     window: WindowPolicy | None = None
     """The policy in force, every field named, pinned at first placement."""
     units: LongCount | None = None
+    """Seconds of input that were answered. Written now and then, like all counters here."""
     rebuilds: LongCount | None = None
+    """How often the model's view was computed anew on the present pod."""
     last_rebuild: LastRebuild | None = None
     epoch: Count | None = None
+    """How often the voice began anew: with each reply, and after a loss."""
     audio: AudioQuality | None = None
 
 

@@ -49,13 +49,16 @@ class FeedSession(
     audio: AudioReport = AudioReport()
     keeping_pace: bool = True
     ledger_durable: bool = True
+    ledger_rewound: bool = False
+    """A client has seen more of it than the ledger has."""
     changed_ms: int = msgspec.field(name="changed_ms", default=0)
 
 
 class HelloLine(
     msgspec.Struct, frozen=True, rename="camel", tag_field="kind", tag="hello", kw_only=True
 ):
-    """The first line. slots: sessions that fit at all; free_slots: that fit beside those here."""
+    """The first line. slots: sessions that fit at all; free_slots: that fit beside those here.
+    understands: what it may be told beyond what the first release's sidecars could be."""
 
     replica: str
     pod_uid: str = msgspec.field(name="podUID", default="")
@@ -65,6 +68,7 @@ class HelloLine(
     free_slots: int = 0
     draining: bool = False
     ready: bool = False
+    understands: tuple[str, ...] = ()
 
 
 class PodLine(

@@ -37,7 +37,7 @@ MOST_SESSIONS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PodFeed:
-    """One pod's latest word. slots: of its hello.
+    """One pod's latest word. slots, understands: of its hello.
     listed: since it connected it has told of every session there.
     told_to_drain: this operator has asked it to, whether or not the feed says so yet."""
 
@@ -55,6 +55,7 @@ class PodFeed:
     draining: bool = False
     told_to_drain: bool = False
     suspect: bool = False
+    understands: tuple[str, ...] = ()
 
     @property
     def takes_sessions(self) -> bool:
@@ -353,5 +354,6 @@ def _greeted(feed: PodFeed, hello: HelloLine) -> PodFeed:
         free_slots=hello.free_slots,
         ready=hello.ready,
         draining=hello.draining,
+        understands=hello.understands,
         told_to_drain=feed.told_to_drain and feed.replica == hello.replica,
     )

@@ -54,7 +54,11 @@ from duplex_operator.objects import (
 from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
 from duplex_operator.session_route import keep_route
-from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
+from duplex_operator.sidecar_client import (
+    RESUME,
+    SidecarRefusalError,
+    SidecarUnreachableError,
+)
 from duplex_operator.store import Change
 from duplex_operator.tokens import TokenUnusableError, obtain_token
 from duplex_operator.voices import VoiceUnusableError, obtain_voice
@@ -299,7 +303,8 @@ class SessionReconciler:
                 await client.declare_dead(action.dead_pod_uid)
             text, voice = await self._order(facts.session, window)
             await self._context.occupancy.occupy(action.pod_uid)
-            await client.put_session(uid, text, token.sha256, action.fence, voice)
+            resume = action.goes_on and self._understands(action.pod_uid, RESUME)
+            await client.put_session(uid, text, token.sha256, action.fence, voice, resume=resume)
         except VoiceUnusableError as error:
             return self._voiceless(facts, known, action, error)
         except SidecarUnreachableError as error:
@@ -315,6 +320,10 @@ class SessionReconciler:
             token_untold=False,
         )
         return None
+
+    def _understands(self, pod_uid: str, order: str) -> bool:
+        feed = self._context.fleet.pod(pod_uid)
+        return feed is not None and order in feed.understands
 
     async def _order(
         self, session: SessionObject, window: WindowPolicy

@@ -34,6 +34,8 @@ below the time of a call."""
 FEED_SILENCE_S = 10.0
 """A feed without a line (not even a beat) for this long is dialled anew."""
 MOST_ANSWER_BYTES = 1_048_576
+RESUME = "resume"
+"""A field of `put_session`; the first release's sidecars refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,18 @@ class SidecarClient:
         token_sha256: str,
         fence: int,
         voice_file: bytes | None = None,
+        *,
+        resume: bool = False,
     ) -> None:
         """Opens or takes up the session there. Repeating it changes nothing.
 
         voice_file: of the voice that the manifest names, where it is one that has to come along.
+        resume: it has a history; without its ledger it is refused (`ledger_lost`). Only for a
+        sidecar that understands it.
         """
         body = _order(manifest, token_sha256, fence, voice_file)
+        if resume:
+            body[RESUME] = True
         await self._call("PUT", f"/sessions/{uid}", body)
 
     async def prepare(

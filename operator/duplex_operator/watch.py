@@ -1,7 +1,8 @@
 """From watches to the dirty set: which objects have to be looked at again.
 
-`on.event` handlers do one thing: put the object on its shelf. Shelves mark what is concerned as
-dirty. An object that is dirty twice is looked at once; one object is never looked at by two tasks.
+`api_watch` does one thing with what it hears: it puts the object on its shelf (`intake`). Shelves
+mark what is concerned as dirty. An object that is dirty twice is looked at once; one object is
+never looked at by two tasks.
 """
 
 import asyncio

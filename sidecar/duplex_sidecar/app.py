@@ -28,7 +28,7 @@ from duplex_sidecar.admin.guard import (
 )
 from duplex_sidecar.admin.statusz import status_page
 from duplex_sidecar.admin.tokens import AdminToken, FixedToken, TokenFile, file_reader
-from duplex_sidecar.admin.views import session_view
+from duplex_sidecar.admin.views import UNDERSTANDS, session_view
 from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.doors.openai_realtime import serve_realtime
@@ -185,6 +185,7 @@ class Sidecar:
             "freeSlots": self.roster.free_slots,
             "draining": self.draining,
             "ready": self.problem is None,
+            "understands": UNDERSTANDS,
         }
 
     async def attach(self, session: str, token: str, last_sequence: int | None) -> Attachment:

@@ -18,17 +18,20 @@ from rich.console import Console
 from support.callers import calling
 from support.clusters import OwnCluster, running_cluster
 from support.kube import Json
-from support.releases import SIDECARS, Voice, example, running_voice
+from support.operators import login
+from support.releases import SIDECARS, Voice, named, running_voice
 
+from duplex_operator.apply import SESSIONS, KubernetesApi
 from duplex_sidecar.cli.places import default_checkpoint
 from scripts.cluster import say
 from tests.bench import conditions
 from tests.bench.__main__ import RESULTS, dump
 from tests.bench.figures import Figure, as_json, print_table
-from tests.bench.session_times import SessionTimes
+from tests.bench.operator_requests import requests_for_sessions
+from tests.bench.session_watch import SessionWatch
 from tests.bench.stats import percentile
 
-SESSIONS = 20
+OPENINGS = 20
 MOVES = 4
 UNITS_BEFORE, UNITS_AFTER = 4, 4
 OPERATORS = "app.kubernetes.io/component=operator"
@@ -54,20 +57,18 @@ class Found:
     """From the last unit on the old pod to the first on the new one; 1.0 is no silence."""
 
 
-def opened(times: SessionTimes, name: str) -> Opened:
+async def opened(user: KubernetesApi, watch: SessionWatch, namespace: str, name: str) -> Opened:
     """Without kubectl, whose start would be most of the time. Raises TimeoutError."""
-    session = example("session.yaml")
-    session["metadata"]["name"] = name
     began = time.monotonic()
-    times.create(session)
+    await user.create(SESSIONS, namespace, named(name))
     answered = time.monotonic()
-    ready = times.at(name, "Ready", WAIT_S)
-    moments = (answered, times.at(name, "Placed", WAIT_S), ready)
+    ready = await watch.until([name], "Ready", WAIT_S)
+    moments = (answered, await watch.until([name], "Placed", WAIT_S), ready)
     return Opened(*(round(1e3 * (at - began), 1) for at in moments))
 
 
 def operator_requests(voice: Voice) -> dict[str, float]:
-    """What all operators have asked of the API server, without their Leases and pools' upkeep."""
+    """What all operators have asked of the API server for sessions, by verb and resource."""
     counted: dict[str, float] = {}
     for pod in voice.cluster.items("pods", voice.namespace, OPERATORS):
         with voice.cluster.port_forward(
@@ -76,36 +77,38 @@ def operator_requests(voice: Voice) -> dict[str, float]:
             url = f"http://127.0.0.1:{port}/metrics"
             with urllib.request.urlopen(url, timeout=10) as answer:
                 text: str = answer.read().decode()
-        for line in text.splitlines():
-            name, _, labels = line.partition("{")
-            if name == "duplex_operator_api_requests_total" and "leases" not in labels:
-                key, _, value = labels.rpartition(" ")
-                counted[key.rstrip("}")] = counted.get(key.rstrip("}"), 0) + float(value)
+        for key, count in requests_for_sessions(text).items():
+            counted[key] = counted.get(key, 0) + count
     return counted
 
 
-def measure_opening(voice: Voice, found: Found) -> None:
-    times = SessionTimes(voice.cluster.kubeconfig, voice.namespace)
-    opened(times, "warm-up")
-    times.delete("warm-up")
+async def measure_opening(voice: Voice, found: Found) -> None:
+    kube, namespace = voice.cluster, voice.namespace
+    connection = login(kube.kubeconfig)
+    user = KubernetesApi(connection)
     up_to_ready: dict[str, float] = {}
-    for number in range(SESSIONS):
-        voice.await_free(2)
-        before = operator_requests(voice)
-        found.opened.append(opened(times, f"timed-{number}"))
-        for key, count in operator_requests(voice).items():
-            up_to_ready[key] = up_to_ready.get(key, 0) + count - before.get(key, 0)
-        times.delete(f"timed-{number}")
-        voice.cluster.wait(f"dxs/timed-{number}", "delete", voice.namespace)
-    found.requests = {key: count / SESSIONS for key, count in up_to_ready.items() if count}
+    try:
+        async with SessionWatch(connection, namespace) as watch:
+            await opened(user, watch, namespace, "warm-up")
+            await asyncio.to_thread(kube.kubectl, "delete", "dxs/warm-up", namespace=namespace)
+            for number in range(OPENINGS):
+                name = f"timed-{number}"
+                await asyncio.to_thread(voice.await_free, 2)
+                before = await asyncio.to_thread(operator_requests, voice)
+                found.opened.append(await opened(user, watch, namespace, name))
+                after = await asyncio.to_thread(operator_requests, voice)
+                for key, count in after.items():
+                    up_to_ready[key] = up_to_ready.get(key, 0) + count - before.get(key, 0)
+                await asyncio.to_thread(kube.kubectl, "delete", f"dxs/{name}", namespace=namespace)
+    finally:
+        await user.close()
+    found.requests = {key: count / OPENINGS for key, count in up_to_ready.items() if count}
 
 
 async def measure_move(voice: Voice, name: str, leave: Callable[[str], None]) -> float:
     """Seconds between the last unit on the one pod and the first on the other, at real time."""
-    session = example("session.yaml")
-    session["metadata"]["name"] = name
     voice.await_free(2)
-    voice.cluster.apply(session, voice.namespace)
+    voice.cluster.apply(named(name), voice.namespace)
     voice.cluster.wait(f"dxs/{name}", "condition=Ready", voice.namespace)
     async with calling(voice, name) as caller:
         before = await caller.until_unit(UNITS_BEFORE)
@@ -161,8 +164,8 @@ def figures_of(found: Found) -> list[Figure]:
 
 def measure(voice: Voice) -> Found:
     found = Found()
-    say(f"{SESSIONS} sessions are opened")
-    measure_opening(voice, found)
+    say(f"{OPENINGS} sessions are opened")
+    asyncio.run(measure_opening(voice, found))
     for kind, leave, gaps in (
         ("drained", drain_of(voice), found.drain_s),
         ("killed", kill_of(voice), found.kill_s),

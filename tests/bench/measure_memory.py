@@ -2,9 +2,9 @@
 
 An engine's pool of cache blocks is there from the start, but a page of it counts only once it has
 been written to, and blocks are used in turn. Rebuilds go round the pool quickest, so sessions of
-those come first and are not judged: as many as it takes until nothing of the tree grows. A session too
-fills what is bounded in it: its owner keeps what it wrote in the last half minute, for a ledger that
-loses its tail. It is judged from then on.
+those come first and are not judged: as many as it takes until nothing of the tree grows. A session
+too fills what is bounded in it: its owner keeps what it wrote in the last half minute, for a ledger
+that loses its tail. It is judged from then on.
 """
 
 import time
@@ -27,6 +27,8 @@ FILL_UNITS = 700
 FULL_S = KEPT_MS / 1000 + 5
 """A session of this age has filled what is bounded in it."""
 JUDGED_UNITS, UNTIL_FULL_UNITS = 600, 400
+OFF_UNITS = 2_000
+"""Sessions without a window end at the model's length: only the last third of each is judged."""
 MAX_FILLS = 6
 """What has not come to rest after these is judged as it is."""
 
@@ -54,7 +56,8 @@ def measure_memory(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[
         "judged_from_s": full_s,
     }
     for scenario in (CONTEXT, BASIC, OFF):
-        track, run = _follow(rig, sidecar, scenario, units, full_s, every)
+        long = scenario is OFF and not rig.quick
+        track, run = _follow(rig, sidecar, scenario, OFF_UNITS if long else units, full_s, every)
         figures += _slopes(scenario.name, track, judge_stages=bool(fills))
         if scenario is OFF:
             kept = "off: the sidecar keeps of the window"

@@ -1,9 +1,14 @@
-"""The planner alone, in this process: 600 retained units, each mode's dearest decision."""
+"""The planner alone, in this process: 600 retained units, each mode's dearest decision; and through
+`duplex contract check`, a file of 20,000 recorded sessions."""
 
 import gc
+import gzip
+import tempfile
 import time
+from pathlib import Path
 
 from duplex_api.window import WindowBoundary, WindowMode
+from duplex_sidecar.contract.check import FileReport, check_file
 from duplex_sidecar.window.plan import plan
 from duplex_sidecar.window.policy import WindowPolicy
 from duplex_sidecar.window.state import (
@@ -21,6 +26,9 @@ from tests.bench.stats import percentile
 RETAINED_UNITS = 600
 UNIT_TOKENS = 20
 PLANNER_US = 50.0
+CHECKED_SESSIONS = 20_000
+CHECKED_S = 120.0
+RECORDED = Path(__file__).parents[1] / "unit" / "contract" / "planner_sessions.jsonl.gz"
 LAYOUT = WindowLayout(
     context_tokens=90,
     prefix_tokens=80,
@@ -48,7 +56,33 @@ def measure_planner(quick: bool) -> tuple[list[Figure], dict[str, object]]:
             Figure(f"{title}, p50", percentile(samples, 0.5), "us", PLANNER_US),
             Figure(f"{title}, p99", percentile(samples, 0.99), "us"),
         ]
-    return figures, {"calls": calls, "retained_units": RETAINED_UNITS}
+    sessions = CHECKED_SESSIONS // 10 if quick else CHECKED_SESSIONS
+    with tempfile.TemporaryDirectory() as folder:
+        report, took_s = check_sessions(Path(folder), sessions)
+    if report.cases != sessions or report.differences:
+        raise Broken(f"{report.cases} sessions, {len(report.differences)} differences")
+    title = f"contract check of {sessions:,} planner sessions, processor time"
+    figures.append(Figure(title, took_s, "s", CHECKED_S, f"{report.comparisons:,} comparisons"))
+    return figures, {
+        "calls": calls,
+        "retained_units": RETAINED_UNITS,
+        "sessions": sessions,
+        "comparisons": report.comparisons,
+    }
+
+
+def check_sessions(folder: Path, sessions: int) -> tuple[FileReport, float]:
+    """What the check says of a file with so many sessions, the recorded ones again and again, and
+    the seconds of one core that it takes."""
+    with gzip.open(RECORDED) as source:
+        recorded = source.readlines()
+    large = folder / "planner_sessions.jsonl"
+    with large.open("wb") as file:
+        for start in range(0, sessions, len(recorded)):
+            file.writelines(recorded[: sessions - start])
+    before_s = time.process_time()
+    report = check_file(large)
+    return report, time.process_time() - before_s
 
 
 def _samples_us(policy: WindowPolicy, calls: int, slides: bool) -> list[float]:

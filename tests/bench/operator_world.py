@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 import yaml
 from support.api_servers import ApiServer, running_api_server
-from support.kube import reserve_port
+from support.kube import reserve_port, restricted_namespace
 from support.operators import login
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
@@ -29,6 +29,7 @@ from duplex_operator.apply import PODS, POOLS, SESSIONS, KubernetesApi
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from scripts.cluster import say
+from tests.bench.operator_requests import UPKEEP
 from tests.bench.processes import cpu_s
 
 NAMESPACE, POOL, ACCOUNT = "bench", "pool", "operator"
@@ -269,9 +270,9 @@ def _prepare(server: ApiServer) -> None:
     account = {"kind": "ServiceAccount", "metadata": {"name": ACCOUNT, "namespace": NAMESPACE}}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
-    upkeep = ["leases", "duplexpools", "duplexpools/status", "pods", "poddisruptionbudgets"]
+    upkeep = [*UPKEEP, "duplexpools/status"]
     documents: list[Json] = [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        restricted_namespace(NAMESPACE),
         {"apiVersion": "v1", **account},
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",

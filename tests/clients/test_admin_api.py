@@ -24,7 +24,7 @@ def request(
     token: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """(status, typed body). token None: the right one."""
-    connection = http.client.HTTPConnection("127.0.0.1", sidecar.settings.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", sidecar.settings.port, timeout=60)
     token = sidecar.settings.admin_token if token is None else token
     headers = {"content-type": "application/json"}
     if token:
@@ -246,9 +246,8 @@ def test_nobody_gets_in_without_the_admin_token(sidecar: LocalSidecar, token: st
         (json.dumps({"manifest": 3, "token": "secret-token"}).encode(), "manifest"),
         (json.dumps({"manifest": manifest(), "token": "secret-token" * 99}).encode(), "token"),
         (json.dumps({"manifest": "x" * 300_000, "token": "secret-token"}).encode(), "manifest"),
-        (json.dumps({"manifest": "m", "token": "secret-token", "more": 1}).encode(), "more"),
     ],
-    ids=["empty", "no-json", "list", "object", "no-token", "number", "long", "huge", "unknown"],
+    ids=["empty", "no-json", "list", "object", "no-token", "number", "long", "huge"],
 )
 def test_requests_that_are_malformed(sidecar: LocalSidecar, body: bytes, path: str) -> None:
     status, answer = request(sidecar, "PUT", "/sessions/x", body)

@@ -24,7 +24,7 @@ def test_the_example_holds_a_conversation(sidecar: LocalSidecar, tmp_path: Path)
         file.setparams((1, 2, SAMPLE_RATE_HZ, 0, "NONE", ""))
         file.writeframes(speech(UNITS))
     command = (sys.executable, EXAMPLES / "talk.py", sidecar.base_url, token_file, recording, reply)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     units = [line for line in done.stdout.splitlines() if line.startswith("unit ")]
     assert [int(line.split()[1].rstrip(":")) for line in units] == list(range(1, UNITS + 1))

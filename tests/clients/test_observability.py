@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from support.material import manifest, speech
+from support.patience import PATIENCE_S
 from support.realtime import Heard, conversing
-from support.sidecars import Bed, get
+from support.sidecars import Bed, get, whole_lines
 
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 
@@ -39,7 +40,7 @@ async def conversation(sidecar: LocalSidecar) -> tuple[str, Heard]:
 
 async def spans_of(bed: Bed, session: str, wanted: int) -> list[Span]:
     """Spans leave once a second."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             found = [
                 span
@@ -200,9 +201,9 @@ def everything_written(sidecar: LocalSidecar, bed: Bed) -> dict[str, str]:
 
 async def test_log_lines_carry_their_session(sidecar: LocalSidecar) -> None:
     session, _ = await conversation(sidecar)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        lines = [json.loads(line) for line in sidecar.log.read_text().splitlines()]
+        lines = [json.loads(line) for line in whole_lines(sidecar.log)]
         mine = [line for line in lines if line.get("session") == session]
         if len(mine) >= 2 or time.monotonic() > deadline:
             break

@@ -228,6 +228,6 @@ async def test_the_synchronous_sdk_talks_too(sidecar: LocalSidecar) -> None:
             connection.send_raw(json.dumps({"type": "session.close"}))
         return kinds, decisions
 
-    kinds, decisions = await asyncio.wait_for(asyncio.to_thread(talk), 60)
+    kinds, decisions = await asyncio.wait_for(asyncio.to_thread(talk), 180)
     assert kinds[0] == "session.created"
     assert len(decisions) == 2

@@ -113,7 +113,7 @@ async def test_the_camera_example_is_seen_and_its_window_slides(sidecar: LocalSi
     conversation = Conversation(
         sidecar.realtime_url, session, token, speech(seconds), frames, speed=20.0
     )
-    talk = await asyncio.wait_for(conversation.run(), 120)
+    talk = await asyncio.wait_for(conversation.run(), 240)
     assert talk.errors == []
     assert [unit["unit"] for unit in talk.units] == list(range(1, seconds + 1))
     tokens = [unit["window_tokens"] for unit in talk.units]

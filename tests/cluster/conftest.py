@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.api_servers import ApiServer, running_api_server
 from support.clusters import Cluster, OwnCluster, running_cluster
-from support.releases import Voice, running_voice
+from support.releases import Voice, running_voice, write_volume_voice
 
 from scripts.cluster import API_PARTS, build, foreign_kubeconfig, install_packages, why_not
 
@@ -62,10 +62,14 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def voice(own_cluster: OwnCluster) -> Iterator[Voice]:
-    """A release that serves the whole cluster, and a pool of two real sidecars with one slot each.
-    For one module: another module's releases shall have their sessions for themselves."""
-    with running_voice(own_cluster) as running:
+def voice(own_cluster: OwnCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Voice]:
+    """A release that serves the whole cluster, whose gateway speaks TLS, and a pool of two real
+    sidecars with one slot each and a volume of voices. For one module: another module's releases
+    shall have their sessions for themselves."""
+    voices = tmp_path_factory.mktemp("voices")
+    voices.chmod(0o755)
+    write_volume_voice(voices)
+    with running_voice(own_cluster, tls=True, voices=voices) as running:
         yield running
 
 

@@ -7,13 +7,26 @@ sidecar_pods). The client is the demo's, and keeps one connection to the gateway
 
 import asyncio
 import json
+import re
+import ssl
+from urllib.parse import urlsplit
 
 import pytest
-from support.callers import REFUSED, Caller, calling, ticket, turned_away
+from support.callers import (
+    REFUSED,
+    Caller,
+    calling,
+    gateway_port,
+    realtime_url,
+    ticket,
+    trusting,
+    turned_away,
+)
 from support.kube import Json, KubeError, until
 from support.releases import (
     RELEASE,
     SIDECARS,
+    VOLUME_VOICE,
     Voice,
     applied,
     applied_beside,
@@ -22,7 +35,13 @@ from support.releases import (
     ledger_of,
     left_of,
     named,
+    uninstall,
 )
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidMessage
+
+from duplex_sidecar.checkpoint.voice import voice_names
+from duplex_sidecar.cli.places import default_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -56,6 +75,7 @@ async def test_apply_place_talk_drain_delete(voice: Voice) -> None:
         await settled_elsewhere(voice, caller, spoke, pod["metadata"]["name"])
         await caller.until_unit(caller.last_unit + 5)
         caller.assert_whole()
+        await asyncio.to_thread(told_of_the_move, voice, caller)
 
         await deleted(voice, caller, status)
 
@@ -86,6 +106,35 @@ async def settled_elsewhere(voice: Voice, caller: Caller, spoke: Json, old_pod: 
     assert any(spoke["unit"] < end["duplex"]["unit"] < moved["unit"] for end in ends)
     assert await asyncio.to_thread(voice.pod_of, SESSION) not in ("", old_pod)
     assert caller.talk.replies
+
+
+def told_of_the_move(voice: Voice, caller: Caller) -> None:
+    """The status counts what the client has heard since the move. Counters alone are written once
+    a minute: here something else is written that takes them along."""
+    kube, namespace = voice.cluster, voice.namespace
+    here = caller.talk.units[-1]["replica"]
+    kube.patch("dxs", SESSION, {"spec": {"priority": 1}}, namespace)
+
+    def counted() -> Json | None:
+        session: Json = kube.get("dxs", SESSION, namespace)
+        status: Json = session["status"]
+        written = status["observedGeneration"] == session["metadata"]["generation"]
+        return status if written and status.get("rebuilds") else None
+
+    status = until(counted, "the rebuild in the status")
+    units = [unit for unit in caller.talk.units if unit["replica"] == here]
+    rebuilt = [unit for unit in units if unit["rebuild_cause"]]
+    assert rebuilt[0]["rebuild_cause"] == "move"
+    last = rebuilt[status["rebuilds"] - 1]
+    told = status["lastRebuild"]
+    assert told["cause"] == last["rebuild_cause"]
+    assert told["costMs"] == pytest.approx(last["rebuild_ms"] or 0.0, abs=1.0)
+    assert re.fullmatch(r"(?!0{32})[0-9a-f]{32}", told["traceID"])
+    assert units[0]["unit"] <= status["units"] <= caller.last_unit
+    (then,) = (unit for unit in units if unit["unit"] == status["units"])
+    assert status["epoch"] - then["epoch"] in (0, 1)  # a turn's end begins the next one
+    audio = status["audio"]
+    assert audio["underruns"] > 0 or audio["longestGapMs"] == 0
 
 
 async def deleted(voice: Voice, caller: Caller, status: Json) -> None:
@@ -119,6 +168,31 @@ async def test_the_charts_own_test_holds_a_conversation(voice: Voice) -> None:
         timeout_s=TEST_TIMEOUT_S,
     )
     assert "Phase:          Succeeded" in said
+
+
+async def test_a_client_wakes_a_parked_session(voice: Voice) -> None:
+    """It was gone for longer than its grace. The gateway asks, the operator places, a pod takes the
+    conversation up, and the client goes on where it was."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(2)
+    with applied(voice, named("sleeper", lifecycle={"disconnectGrace": "1s"})):
+        kube.wait("dxs/sleeper", "condition=Ready", namespace)
+        async with calling(voice, "sleeper") as caller:
+            await caller.until_unit(3)
+            await caller.hang_up()
+            parked = ("dxs/sleeper", "jsonpath={.status.phase}=Parked", namespace)
+            await asyncio.to_thread(kube.wait, *parked)
+            assert voice.pod_of("sleeper") == ""
+            await asyncio.to_thread(voice.await_free, 2)
+            before = caller.last_unit
+            caller.dial_again()
+            await caller.until_unit(before + 4)
+            caller.assert_whole(connections=2)
+            (rebuilt,) = (unit for unit in caller.talk.units if unit["rebuild_cause"] == "move")
+            assert rebuilt["unit"] > before
+            status: Json = kube.get("dxs", "sleeper", namespace)["status"]
+            assert status["placement"]["fence"] > 1
+            assert status["phase"] == "Active"
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -192,8 +266,7 @@ async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> Non
         for name in ("guarded", "other"):
             kube.wait(f"dxs/{name}", "jsonpath={.status.tokenSecret.name}", namespace)
         own, other = (ticket(kube, name, namespace) for name in ("guarded", "other"))
-        with kube.port_forward(f"service/{RELEASE}-gateway", 80, voice.namespace) as port:
-            url = f"ws://127.0.0.1:{port}/v1/realtime?model=duplex&session="
+        with gateway_port(voice) as port:
             for session, token in (
                 (own.uid, "wrong"),
                 (own.uid, other.token),
@@ -201,7 +274,54 @@ async def test_the_gateway_lets_nobody_in_without_the_token(voice: Voice) -> Non
                 ("unknown", own.token),
                 (f"{voice.namespace}/guarded", own.token),
             ):
-                assert await turned_away(url + session, token) == REFUSED
+                url = realtime_url(voice, port, session)
+                assert await turned_away(url, token, trusting(voice)) == REFUSED
+
+
+async def test_the_gateway_speaks_tls(voice: Voice) -> None:
+    """With the certificate of the chart's Secret; all other calls here go by it, too."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(1)
+    with applied(voice, named("private")):
+        kube.wait("dxs/private", "condition=Ready", namespace)
+        endpoint: str = kube.get("dxs", "private", namespace)["status"]["endpoint"]
+        assert endpoint == f"wss://{RELEASE}-gateway.{namespace}.svc/v1/realtime"
+        call = ticket(kube, "private", namespace)
+        with gateway_port(voice) as port:
+            url = realtime_url(voice, port, call.uid)
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await turned_away(url, call.token, ssl.create_default_context())
+            with pytest.raises(InvalidMessage):
+                await turned_away(url.replace("wss:", "ws:"), call.token)
+            # By the name that the status shows, as a client in the cluster dials it.
+            name = urlsplit(endpoint).hostname
+            trusted = connect(
+                url,
+                ssl=trusting(voice),
+                server_hostname=name,
+                additional_headers={"authorization": f"Bearer {call.token}"},
+            )
+            async with trusted as socket:
+                assert json.loads(await socket.recv())["type"] == "session.created"
+
+
+async def test_a_voice_of_the_pools_volume(voice: Voice) -> None:
+    """What neither the volume nor the checkpoint has is refused."""
+    kube, namespace = voice.cluster, voice.namespace
+    assert VOLUME_VOICE not in voice_names(default_checkpoint())
+    voice.await_free(2)
+    sessions = (
+        named("partnered", voice={"name": VOLUME_VOICE}),
+        named("voiceless", voice={"name": "nobody"}),
+    )
+    with applied(voice, *sessions):
+        kube.wait("dxs/partnered", "condition=Ready", namespace)
+        async with calling(voice, "partnered") as caller:
+            await caller.until_mid_sentence(after_unit=1)
+            caller.assert_whole()
+            assert caller.talk.replies
+        refused = "jsonpath={.status.conditions[?(@.type=='Accepted')].reason}=RefusedByPod"
+        await asyncio.to_thread(kube.wait, "dxs/voiceless", refused, namespace)
 
 
 @pytest.mark.long
@@ -255,3 +375,35 @@ def test_rights_in_a_namespace_reach_no_other(voice: Voice) -> None:
         assert "placement" not in kube.get("dxs", "thief", guest)["status"]
         delete_and_wait(voice, "dxs/thief", f"--as={user}", namespace=guest)
         assert kube.get("dxs", "private", namespace)["status"]["phase"] == "Ready"
+
+
+# --- the end: last, since it takes the release away ----------------------------------------------
+
+
+async def test_an_uninstall_ends_calls(voice: Voice) -> None:
+    """While somebody talks and somebody else could. Of both nothing stays, and nothing of the
+    release; the pool is left, as ever."""
+    kube, namespace = voice.cluster, voice.namespace
+    voice.await_free(2)
+    kube.apply([named("talking"), named("waiting")], namespace)
+    for name in ("talking", "waiting"):
+        kube.wait(f"dxs/{name}", "condition=Ready", namespace)
+    async with calling(voice, "talking") as caller:
+        await caller.until_unit(3)
+        removal = asyncio.create_task(asyncio.to_thread(uninstall, voice.cluster, namespace))
+        farewell = await caller.until(
+            lambda event: event["type"] == "session.closed", "the session's end"
+        )
+        assert farewell["reason"] not in ("", "parked")
+        assert farewell["message"]
+        caller.assert_whole()
+        await removal
+    assert kube.items("dxs", namespace) == []
+    for name in ("talking-token", "waiting-token", f"{RELEASE}-ledger"):
+        assert kube.find("secret", name, namespace) is None
+    release = f"app.kubernetes.io/instance={RELEASE}"
+    kinds = "deployments,jobs,services,serviceaccounts,roles,rolebindings,configmaps,secrets"
+    assert kube.items(kinds, namespace, release) == []
+    until(lambda: kube.items("pods", namespace, release) == [], "the end of the release's pods")
+    assert kube.find("dxp", voice.pool, namespace) is not None
+    assert len(kube.items("pods", namespace, SIDECARS)) == 2

@@ -71,6 +71,33 @@ def test_without_an_operator_sessions_are_let_go_after_the_bound(
     assert names(api_server, api_namespace) == []
 
 
+def test_a_namespace_deleted_without_an_operator_hangs_until_its_sessions_are_let_go(
+    api_server: ApiServer, api_namespace: str
+) -> None:
+    """As docs/install.md says, from anywhere with the rights of who deleted it."""
+    with api_server.namespace() as leaving:
+        for namespace in (leaving, api_namespace):
+            api_server.create(session("held", SESSION_FINALIZER), namespace)
+        api_server.create(session("free"), leaving)
+        api_server.kubectl("delete", "namespace", leaving, "--wait=false")
+
+        def hangs() -> bool:
+            status = api_server.get("namespace", leaving)["status"]
+            told = {each["type"]: each for each in status.get("conditions", ())}
+            rest = told.get("NamespaceFinalizersRemaining", {"status": "False", "message": ""})
+            named = f"{SESSION_FINALIZER} in 1 resource instances" in rest["message"]
+            return status["phase"] == "Terminating" and rest["status"] == "True" and named
+
+        until(hangs, "a namespace that waits for the session's finalizer")
+        assert names(api_server, leaving) == ["held"]
+        status, said = ended(api_server, leaving, 0)
+        assert status == 0, said
+        assert "1 not over after 0 s: let go by force" in said
+        until(lambda: api_server.find("namespace", leaving) is None, "the namespace gone")
+    assert names(api_server, api_namespace) == ["held"]
+    ended(api_server, api_namespace, 0)
+
+
 def test_an_operator_gets_its_time(api_server: ApiServer, api_namespace: str) -> None:
     """Somebody else takes the finalizer off, as an operator does once a ledger is erased."""
     api_server.create(session("s", SESSION_FINALIZER), api_namespace)

@@ -36,6 +36,29 @@ def test_the_example_values_are_rendered() -> None:
     assert {"PodMonitor", "NetworkPolicy", "ConfigMap", "Deployment"} <= kinds
 
 
+def test_the_example_ingress_leads_to_the_gateway() -> None:
+    values = render_charts.ROOT / "examples" / "helm" / "ingress.yaml"
+    objects = render_charts.objects(values)
+    (ingress,) = [found["spec"] for found in objects if found["kind"] == "Ingress"]
+    (rule,) = ingress["rules"]
+    assert ingress["tls"] == [{"hosts": [rule["host"]], "secretName": "voice-tls"}]
+    (path,) = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    (service,) = [
+        found["spec"]
+        for found in objects
+        if found["kind"] == "Service" and found["metadata"]["name"] == backend["name"]
+    ]
+    assert backend["port"]["name"] in {port["name"] for port in service["ports"]}
+    (operator,) = [
+        found["spec"]["template"]["spec"]["containers"][0]
+        for found in objects
+        if found["kind"] == "Deployment" and found["metadata"]["name"] == "talk-operator"
+    ]
+    endpoint = {each["name"]: each.get("value") for each in operator["env"]}
+    assert endpoint["DUPLEX_GATEWAY_ENDPOINT"] == f"wss://{rule['host']}{path['path']}"
+
+
 def test_helm_refuses_values_by_the_schema() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         render_charts.objects(SETS[0], "--set", "gateway.replica=2")

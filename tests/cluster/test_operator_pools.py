@@ -13,7 +13,7 @@ from support.pool_rig import PoolRig, decoded, pool_rig
 
 from duplex_operator.decide.pods import Mark
 from duplex_operator.names import LABEL_OCCUPIED
-from duplex_operator.objects import PodObject
+from duplex_operator.objects import PodObject, timestamp
 from duplex_operator.resources.pool_secrets import TOKEN_LIFE_MS
 
 pytestmark = pytest.mark.cluster
@@ -241,6 +241,67 @@ async def test_a_cordon_drains_and_replaces(rig: PoolRig) -> None:
     assert "NodeCordoned" in await rig.event_reasons()
     await rig.unplace("talk")
     await rig.look_until(lambda: len(rig.pods()) == 1, "the deletion")
+
+
+@pytest.mark.parametrize("taint", ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"])
+async def test_a_taint_of_an_autoscaler_drains_and_replaces(rig: PoolRig, taint: str) -> None:
+    """What an autoscaler says before it takes a node away; the eviction that it tries meanwhile is
+    refused and leaves no trace on the pod."""
+    await rig.apply_pool(replicas=1)
+    await rig.look()
+    (pod,) = rig.pods()
+    node = f"node-{rig.namespace}"
+    await rig.add_node(node)
+    await rig.bind(pod, node)
+    await rig.make_ready(pod)
+    await rig.place("talk", pod)
+    await rig.look()
+    with pytest.raises(KubeError, match=r"disruption budget|429"):
+        await evict(rig, pod)
+    await rig.look()
+    assert not of_name(rig, pod.meta.key.name).disrupted
+    assert len(rig.pods()) == 1
+    await rig.kubectl("taint", "node", node, f"{taint}:NoSchedule")
+    await rig.look()
+    assert of_name(rig, pod.meta.key.name).mark == Mark.DRAINING
+    assert rig.admins[pod.meta.uid].draining
+    assert len(rig.pods()) == 2
+    assert "NodeGoing" in await rig.event_reasons()
+    await rig.unplace("talk")
+    await rig.look_until(lambda: len(rig.pods()) == 1, "the deletion")
+
+
+async def test_a_disruption_target_drains_and_replaces(rig: PoolRig) -> None:
+    """The condition by which a scheduler that preempts, a taint manager and a kubelet say that a
+    pod is about to go, written as they do."""
+    await rig.apply_pool(replicas=1)
+    await rig.look()
+    await rig.all_ready()
+    (pod,) = rig.pods()
+    await rig.place("talk", pod)
+    await rig.look()
+    now = timestamp(rig.context.now_ms())
+    told = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    ready = {"type": "Ready", "status": "True"}
+    conditions = [{**each, "lastTransitionTime": now} for each in (ready, told)]
+    await rig.pod_status(pod, {"conditions": conditions})
+    await rig.look()
+    assert of_name(rig, pod.meta.key.name).mark == Mark.DRAINING
+    assert rig.admins[pod.meta.uid].draining
+    assert len(rig.pods()) == 2
+    assert "Evicted" in await rig.event_reasons()
+    await rig.unplace("talk")
+    await rig.look_until(lambda: len(rig.pods()) == 1, "the deletion")
+    # An eviction that is granted says the same by itself, while the pod still has to end.
+    (other,) = rig.pods()
+    node = f"node-{rig.namespace}"
+    await rig.add_node(node)
+    await rig.bind(other, node)
+    await evict(rig, other)
+    await rig.look()
+    (going,) = (each for each in rig.context.store.pods_of(rig.key) if each.meta.deleting)
+    assert (going.meta.uid, going.disrupted) == (other.meta.uid, True)
+    assert len(rig.pods()) == 1
 
 
 async def evict(rig: PoolRig, pod: PodObject) -> None:

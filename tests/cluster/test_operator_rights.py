@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from support.api_servers import ApiServer, running_api_server
+from support.kube import restricted_namespace
 from support.operators import Place, login, until
 from support.stand_in_pods import StandInPods
 
@@ -129,7 +130,7 @@ class Rights:
         account = {"name": ACCOUNT, "namespace": NAMESPACE}
         server.apply(
             [
-                {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+                restricted_namespace(NAMESPACE),
                 {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
                 *self.roles,
                 *bindings(self.roles),

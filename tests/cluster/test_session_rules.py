@@ -17,7 +17,7 @@ VALUES: dict[str, object] = {
     "initialText": "Hello.",
     "voice": {"name": "calm"},
     "camera": {"framesPerUnit": 1},
-    "output": {"modalities": ["text"]},
+    "output": {"modalities": ["audio", "text"]},
     "sampling": {"greedy": True},
     "tokenSecretRef": {"name": "token"},
 }
@@ -30,7 +30,7 @@ OTHERS: dict[str, object] = {
     "initialText": "Bye.",
     "voice": {"name": "loud"},
     "camera": {"framesPerUnit": 2},
-    "output": {"modalities": ["audio"]},
+    "output": {"audioFormat": "pcm"},
     "sampling": {"greedy": False},
     "tokenSecretRef": {"name": "mine"},
 }
@@ -69,6 +69,16 @@ def test_an_immutable_field_cannot_be_removed_or_added(
         api_server.patch("dxs", "with", {"spec": {field: None}}, api_namespace)
     with pytest.raises(KubeError, match="cannot be changed"):
         api_server.patch("dxs", "without", {"spec": {field: OTHERS[field]}}, api_namespace)
+
+
+@pytest.mark.parametrize("one", ["audio", "text"])
+def test_replies_come_with_sound_and_transcript(
+    api_server: ApiServer, api_namespace: str, one: str
+) -> None:
+    with pytest.raises(KubeError, match="name both audio and text"):
+        api_server.create(manifest("talk", {"output": {"modalities": [one]}}), api_namespace)
+    both: Json = {"output": {"modalities": ["text", "audio"]}}
+    api_server.create(manifest("talk", both), api_namespace)
 
 
 def test_what_may_change_can(api_server: ApiServer, api_namespace: str) -> None:

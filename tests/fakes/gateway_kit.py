@@ -28,7 +28,8 @@ from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.session.handing_over import HandOver
 
-READY_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 90.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 def sha256_of(token: str) -> str:
@@ -213,7 +214,7 @@ async def gate(
 
 async def http_get(port: int, path: str) -> tuple[int, str]:
     """(status, body) of a plain GET."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
         answer = (await reader.read()).decode()

@@ -78,7 +78,8 @@ PROMPT = "Be brief."
 SYSTEM = f"<|im_start|>system\n{PROMPT}"
 VOICE = "hum"
 """A voice with a reference clip of so many rows and a rest; the default one has none."""
-WAIT_S = 20.0
+WAIT_S = 60.0
+"""For what comes a moment later; also behind a failover that takes its time."""
 
 # --- the model ------------------------------------------------------------------------------------
 

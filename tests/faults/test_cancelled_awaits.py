@@ -3,7 +3,7 @@ between takes nothing along. Slots, names, tasks, streams, spare seats and lease
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cancelling_at import CancelledAt
+from support.patience import unhurried
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.protocol.commands import AppendInput, Close
@@ -79,6 +80,13 @@ class Ground:
     async def lease_is_free(self, session: str) -> bool:
         meta = await self.here.ledger.reader.meta(session)
         return meta is None or meta.nonce == ""
+
+
+@pytest.fixture(autouse=True)
+def _unhurried() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        unhurried(patch)
+        yield
 
 
 @pytest.fixture

@@ -102,6 +102,9 @@ async def test_a_replica_that_does_not_follow_leaves_the_erasure_unfinished(
         await ledger.load(session)
     assert await begun(ledger) == [session]
     replica.signal(signal.SIGCONT)
+    with primary.client as client:  # it has caught up before anybody is asked to finish
+        client.set("later", 1)
+        wait_until(lambda: client.wait(1, 1_000) == 1)
     assert await asyncio.to_thread(lambda: sweep(url=primary.url)) == 0
     assert await begun(ledger) == []
     await ledger.close()

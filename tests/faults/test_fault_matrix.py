@@ -30,7 +30,7 @@ from support.fault_table import FAULTS, MOMENTS, Fault, Moment, hold_cell
 from support.histories import Doors, World, short_leases
 
 pytestmark = pytest.mark.fault
-CELL_S = 45.0
+CELL_S = 120.0
 SHARES = 4
 """Of so many cells the short form takes one."""
 

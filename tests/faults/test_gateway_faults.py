@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_S
 from support.realtime import RealtimeClient
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -153,11 +154,11 @@ async def test_a_client_that_does_not_read(
     valkey: EmbeddedValkey, ground: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cut off, the session goes on, and a redial gets everything."""
-    monkeypatch.setattr("duplex_gateway.client_socket.SEND_TIMEOUT_S", 0.3)
     await ground.build()
     session = await new_session(ground)
     async with gate(valkey.url, send_buffer_bytes=16_384) as front:
-        with socket.socket() as narrow:
+        with socket.socket() as narrow, monkeypatch.context() as patch:
+            patch.setattr("duplex_gateway.client_socket.SEND_TIMEOUT_S", 0.3)
             narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
             narrow.connect(("127.0.0.1", front.port))
             narrow.setblocking(False)
@@ -180,7 +181,7 @@ async def test_a_client_that_does_not_read(
 
 
 async def eventually_in_metrics(front: Gate, line: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while line not in (await http_get(front.health_port, "/metrics"))[1]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -238,7 +239,7 @@ async def test_a_connection_that_asks_for_nothing(
 ) -> None:
     monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()

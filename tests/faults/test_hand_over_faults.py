@@ -4,7 +4,7 @@ dead come back at the end of each test and change nothing."""
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.ledger_kit import LossyProxy, Writer
+from support.patience import PATIENCE_S, PATIENT, leases_run_out, unhurried
 
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -55,6 +56,14 @@ BEFORE = 6
 
 
 # --- a replica that dies --------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _unhurried() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        unhurried(patch)
+        yield
+
 
 CALLS = ("acquire", "renew", "load", "accept", "commit", "journal", "release", "note")
 MOVES = ("offer", "withdraw", "hand_over")
@@ -196,7 +205,7 @@ async def test_the_target_dies(
 
     way = asyncio.create_task(on_the_way())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await mortal.dead.wait()
     finally:
         way.cancel()
@@ -275,7 +284,7 @@ async def test_the_source_dies_when_the_target_is_ready(
     mortal.bind(monkeypatch)
     ground.come_back(mortal)
     await caller.say(BEFORE + 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await mortal.dead.wait()
     there.registry.declare_dead(here.name)
     await caller.dial(there)
@@ -294,6 +303,7 @@ async def test_a_lease_that_the_target_never_takes_goes_back_with_the_streams(
 ) -> None:
     """Nobody knows that the target is dead: its lease runs out. The source has kept what it had, so
     that no prompt is rebuilt."""
+    leases_run_out(monkeypatch)
     terms = Terms("basic")
     calm = await calm_tokens(valkey, terms.mode)
     here, there = [await ground.build(f"{name}-never") for name in ("a", "b")]
@@ -322,7 +332,7 @@ async def test_a_lease_that_the_target_never_takes_goes_back_with_the_streams(
 async def test_what_the_source_keeps_it_keeps_for_a_while(
     ground: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing_by, "KEEP_S", 0.3)
+    monkeypatch.setattr(standing_by, "KEEP_S", 2.0)
     here, there = [await ground.build(f"{name}-while") for name in ("a", "b")]
     await here.open("while", Terms("context"))
     caller = Caller("while")
@@ -457,7 +467,7 @@ async def test_a_ledger_that_is_away_for_the_call(
 
 @pytest.fixture
 async def ledger(valkey: EmbeddedValkey) -> AsyncIterator[Ledger]:
-    connected = await Ledger.connect(valkey.url)
+    connected = await Ledger.connect(valkey.url, PATIENT)
     yield connected
     await connected.close()
 

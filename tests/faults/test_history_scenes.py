@@ -17,7 +17,7 @@ from support.histories import Doors, World, short_leases
 
 pytestmark = pytest.mark.fault
 LEASE_MS, MARGIN_MS, RENEW_MS = 1_000, 200, 100
-SCENE_S = 20.0
+SCENE_S = 90.0
 SCENES = (
     scenes.plain,
     scenes.zombie,

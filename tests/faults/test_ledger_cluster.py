@@ -8,13 +8,14 @@ import pytest
 from redis import Redis
 from redis.crc import key_slot
 from support.ledger_kit import Writer, spoken_batch
+from support.patience import PATIENCE_S, PATIENT
 from support.valkeys import SLOTS, ValkeyProcess, cluster_of_three, wait_until
 
 from duplex_sidecar.ledger.errors import LeaseSettling, LedgerUnavailable, LedgerUnsuitable
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.store import Ledger
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.fault
 
 SESSIONS = 12
 
@@ -28,7 +29,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyProce
 @pytest.fixture
 async def ledger(nodes: list[ValkeyProcess]) -> AsyncIterator[Ledger]:
     """Knows of one node at first."""
-    ledger = await Ledger.connect(f"redis+cluster://127.0.0.1:{nodes[0].port}")
+    ledger = await Ledger.connect(f"redis+cluster://127.0.0.1:{nodes[0].port}", PATIENT)
     yield ledger
     await ledger.close()
 
@@ -137,7 +138,7 @@ async def test_a_session_is_followed_while_its_slot_moves(
     assert len((await ledger.load(session)).committed) == 2
     assert _has(move.target, session_keys(session).all())
     heir = None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while heir is None:  # another node is another era: it settles first
             try:
                 heir = await Writer.take_over(ledger, session, "replica-b")
@@ -163,7 +164,7 @@ async def test_nodes_that_have_forgotten_the_scripts_get_them_again(
 async def test_one_node_by_its_own_address_is_refused(
     nodes: list[ValkeyProcess], session: str
 ) -> None:
-    ledger = await Ledger.connect(nodes[0].url)
+    ledger = await Ledger.connect(nodes[0].url, PATIENT)
     elsewhere = next(
         name
         for name in (f"{session}-{number}" for number in range(100))

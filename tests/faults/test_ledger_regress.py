@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from support.ledger_kit import LossyProxy, Writer, spoken_batch
+from support.patience import PATIENT
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import (
@@ -29,7 +30,7 @@ UNITS = 4
 
 @pytest.fixture
 async def ledger(valkey: EmbeddedValkey) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.connect(valkey.url)
+    ledger = await Ledger.connect(valkey.url, PATIENT)
     yield ledger
     await ledger.close()
 
@@ -125,7 +126,7 @@ async def test_a_repair_whose_answer_is_lost_is_tried_again(
     valkey: EmbeddedValkey, server: Redis, session: str, tmp_path: Path
 ) -> None:
     async with LossyProxy(valkey.url, tmp_path) as proxy:
-        ledger = await Ledger.connect(proxy.url)
+        ledger = await Ledger.connect(proxy.url, PATIENT)
         writer = await Writer.create(ledger, session)
         stood = await talk(writer, server)
         await go_back(server, session, stood[3])

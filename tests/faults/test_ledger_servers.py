@@ -4,13 +4,17 @@ import asyncio
 import secrets
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ledger_kit import Writer, spoken_batch
-from support.valkeys import ValkeyProcess, free_port, primary_and_replica, wait_until
+from support.patience import PATIENCE_S, PATIENT
+from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
+from duplex_sidecar.client.local_sidecar import free_port
+from duplex_sidecar.ledger.call import Head, PendingCall
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LedgerUnavailable, LedgerUnsuitable, ServerFull
 from duplex_sidecar.ledger.records import describe
@@ -19,9 +23,8 @@ from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
 pytestmark = pytest.mark.fault
 
-BUS = ("--cluster-port", str(free_port()))
-REPLICATED = LedgerOptions(durability=Durability.REPLICATED)
-FSYNC = LedgerOptions(durability=Durability.FSYNC)
+REPLICATED = LedgerOptions(durability=Durability.REPLICATED, call_timeout_ms=1_000)
+FSYNC = LedgerOptions(durability=Durability.FSYNC, call_timeout_ms=5_000)
 
 
 @pytest.fixture
@@ -62,8 +65,7 @@ async def test_a_write_counts_once_a_replica_has_it(
         with pytest.raises(LedgerUnavailable):
             await ledger.renew(writer.lease)
         replica.signal(signal.SIGCONT)
-        head = await ledger.retry_unknown(pending)
-        assert head is not None
+        head = await confirmed(ledger, pending)
         writer.head = head
         await writer.commit(2)
         await ledger.journal(writer.lease, spoken_batch(1, 1, chunk=0))
@@ -84,6 +86,16 @@ async def test_a_write_counts_once_a_replica_has_it(
         await survivor.close()
 
 
+async def confirmed(ledger: Ledger, pending: PendingCall) -> Head:
+    """Once the replica has caught up."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(LedgerUnavailable):
+                head = await ledger.retry_unknown(pending)
+                assert head is not None
+                return head
+
+
 async def test_without_its_replica_the_primary_takes_nothing_more(
     pair: tuple[ValkeyProcess, ValkeyProcess], session: str
 ) -> None:
@@ -101,7 +113,7 @@ async def test_without_its_replica_the_primary_takes_nothing_more(
         with primary.client as client:
             wait_until(lambda: client.info("replication")["min_slaves_good_slaves"] == 1)
             client.set("first", 2)
-            assert client.wait(1, 10_000) == 1
+            assert client.wait(1, round(1_000 * PATIENCE_S)) == 1
         await writer.unit(1)
     finally:
         await ledger.close()
@@ -162,7 +174,7 @@ async def test_a_server_that_fills_up_takes_no_new_sessions_and_costs_none_its_l
     server = ValkeyProcess(tmp_path / "small", "--maxmemory", "30mb")
     server.start()
     try:
-        ledger = await Ledger.connect(server.url)
+        ledger = await Ledger.connect(server.url, PATIENT)
         writer = await Writer.create(ledger, session)
         await writer.unit(1)
         with server.client as client:
@@ -201,13 +213,15 @@ async def test_a_living_owner_goes_on_behind_a_sentinel(
     try:
         with sentinel.client as client:
             wait_until(lambda: len(client.sentinel_slaves("main")) == 1)
-        ledger = await Ledger.connect(f"redis+sentinel://127.0.0.1:{sentinel.port}/main")
+        options = LedgerOptions(call_timeout_ms=1_000)
+        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
+        ledger = await Ledger.connect(url, options)
         writer = await Writer.create(ledger, session)
         await writer.units(3)
         with primary.client as client:
             wait_until(lambda: in_step(client.info("replication")))
         primary.kill()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(2 * PATIENCE_S):
             while True:
                 try:
                     writer.lease = await ledger.renew(writer.lease)
@@ -228,13 +242,14 @@ async def test_a_living_owner_goes_on_behind_a_sentinel(
 async def test_all_keys_of_a_session_live_on_one_node_of_a_cluster(
     tmp_path: Path, session: str
 ) -> None:
-    server = ValkeyProcess(tmp_path / "cluster", "--cluster-enabled", "yes", *BUS)
+    bus = ("--cluster-port", str(free_port()))
+    server = ValkeyProcess(tmp_path / "cluster", "--cluster-enabled", "yes", *bus)
     server.start()
     try:
         with server.client as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
             wait_until(lambda: client.cluster("info")["cluster_state"] == "ok")
-        ledger = await Ledger.connect(server.url)
+        ledger = await Ledger.connect(server.url, PATIENT)
         writer = await Writer.create(ledger, session)
         await writer.units(3)
         await ledger.journal(writer.lease, spoken_batch(1, 1, chunk=0))

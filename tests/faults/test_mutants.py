@@ -22,7 +22,8 @@ from support.histories import Doors, World, short_leases
 
 pytestmark = pytest.mark.fault
 LEASE_MS, MARGIN_MS, RENEW_MS = 1_000, 200, 100
-SCENE_S = 20.0
+JUDGED_LEASE_MS, JUDGED_MARGIN_MS = 4_000, 2_000
+SCENE_S = 90.0
 ANYTHING = Minimums()
 
 
@@ -106,11 +107,13 @@ async def test_a_product_built_wrong_is_caught(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=RENEW_MS)
     name = mutant.patch.__name__
-    # A machine that stands still for a second lets frames out late: judged where it is the subject.
+    # A machine that stands still for longer than the margin lets frames out late: judged where it
+    # is the subject, and with a margin that is large.
     judges_lease = mutant.caught_by is Rule.SPOKE_WITHOUT_LEASE
-    lease = {"lease_ms": LEASE_MS, "margin_ms": MARGIN_MS} if judges_lease else {}
+    lease = {"lease_ms": JUDGED_LEASE_MS, "margin_ms": JUDGED_MARGIN_MS} if judges_lease else {}
+    times = {"lease_ms": LEASE_MS, "margin_ms": MARGIN_MS} | lease
+    short_leases(monkeypatch, renew_ms=RENEW_MS, **times)
     url = valkey.url
     if mutant.durability is Durability.REPLICATED:
         url = request.getfixturevalue("pair_url")

@@ -3,11 +3,12 @@ a ledger that is away, a stage that does not let go. The conversation goes on wh
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from support.ledger_kit import LossyProxy, Writer
+from support.patience import PATIENT, leases_run_out, unhurried
 
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -41,6 +42,13 @@ from session_kit import (
 
 pytestmark = pytest.mark.fault
 UNITS = 12
+
+
+@pytest.fixture(autouse=True)
+def _unhurried() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        unhurried(patch)
+        yield
 
 
 async def called(here: Replica, session: str, terms: Terms) -> Caller:
@@ -126,7 +134,8 @@ async def test_replies_that_are_lost_park_once(
 async def test_a_ledger_that_is_away_lets_the_session_go_in_bounded_time(
     valkey: EmbeddedValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ending, "END_TIMEOUT_S", 3.0)
+    leases_run_out(monkeypatch)
     terms = Terms("context")
     async with (
         LossyProxy(valkey.url, tmp_path) as proxy,
@@ -160,7 +169,7 @@ async def test_a_ledger_that_is_away_lets_the_session_go_in_bounded_time(
 async def test_a_stage_that_does_not_let_go_keeps_nobody_from_parking(
     valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ending, "END_TIMEOUT_S", 3.0)
     terms = Terms("context")
     async with (
         replica(valkey.url, "stuck") as here,
@@ -183,7 +192,7 @@ async def test_a_stage_that_does_not_let_go_keeps_nobody_from_parking(
 
 @pytest.fixture
 async def ledger(valkey: EmbeddedValkey) -> AsyncIterator[Ledger]:
-    connected = await Ledger.connect(valkey.url)
+    connected = await Ledger.connect(valkey.url, PATIENT)
     yield connected
     await connected.close()
 

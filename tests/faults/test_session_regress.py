@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
+from duplex_sidecar.admin.views import feed_line
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.protocol.errors import ErrorCode
@@ -80,11 +81,15 @@ async def test_what_nobody_can_bring_back_is_told_the_client(
     await go_back(server, "rewound", then)
     await server.hset(session_keys("rewound").meta, mapping={"nonce": "", "until": "0"})
     async with replica(valkey.url, "second") as there:
+        attachment = await there.registry.attach("rewound", TOKEN, 0)
+        await attachment.next_event()
+        assert not feed_line(there.registry.live["rewound"])["ledgerRewound"]
         attachment = await there.registry.attach("rewound", TOKEN, caller.last_sequence)
         await attachment.next_event()
         resync = await attachment.next_event()
         assert isinstance(resync, ResyncRequired)
         assert resync.ledger_rewound
+        assert feed_line(there.registry.live["rewound"])["ledgerRewound"]
         assert resync.requested == caller.last_sequence
         assert resync.oldest < caller.last_sequence
         assert there.registry.live["rewound"].conversation.seq == 4

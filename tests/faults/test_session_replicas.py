@@ -4,11 +4,12 @@ event exactly once, a new epoch at chunk 0."""
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_S, leases_run_out, unhurried
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost
@@ -61,6 +62,13 @@ POINTS = (
 
 def no_frames(_: int) -> tuple[bytes, ...]:
     return ()
+
+
+@pytest.fixture(autouse=True)
+def _unhurried() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        unhurried(patch)
+        yield
 
 
 class Fleet:
@@ -370,7 +378,7 @@ async def test_an_orderly_shutdown_lets_go_at_once(valkey: EmbeddedValkey) -> No
         assert error.value.code is ErrorCode.NOT_READY
     async with replica(valkey.url, "comes") as comes:
         # Nobody was declared dead: the lease was given back.
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await caller.dial(comes)
         await caller.talk(30)
         check_events(caller)
@@ -378,8 +386,9 @@ async def test_an_orderly_shutdown_lets_go_at_once(valkey: EmbeddedValkey) -> No
 
 
 async def test_a_lease_that_nobody_proves_lost_runs_out(
-    fleet: Fleet, valkey: EmbeddedValkey
+    fleet: Fleet, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    leases_run_out(monkeypatch)
     here = await fleet.start()
     await here.open("expires", Terms("context"))
     caller = Caller("expires")
@@ -537,7 +546,7 @@ async def test_ending_during_a_recovery(fleet: Fleet) -> None:
     pause = here.stages.thinker.pause(7)
     waiting = await here.registry.attach("cut", TOKEN, caller.last_sequence)
     await pause.reached.wait()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         assert await here.registry.end("cut")
     closed = await waiting.next_event()
     assert isinstance(closed, Closed)

@@ -55,7 +55,7 @@ def test_an_environment_that_is_wrong(
         "DUPLEX_RUNTIME_DIR": str(tmp_path),
     }
     process = command(needed | environment if environment else {})
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == EXIT_USAGE
     assert word in output.decode()
     assert "Traceback" not in output.decode()
@@ -83,7 +83,7 @@ class Caller:
         if token:
             request.add_header("authorization", f"Bearer {token}")
         try:
-            with urllib.request.urlopen(request, timeout=10, context=self._context) as answer:
+            with urllib.request.urlopen(request, timeout=60, context=self._context) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -138,7 +138,7 @@ def test_a_pods_two_ports(bed: Bed, tmp_path: Path) -> None:
         wait_for(lambda: reaches(Caller(admin_port, tmp_path / "tls.crt")))
     finally:
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output.decode()
     for secret in ("first token", "second token"):
         assert secret not in output.decode()
@@ -151,7 +151,7 @@ def reaches(caller: Caller) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

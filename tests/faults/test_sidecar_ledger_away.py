@@ -12,6 +12,7 @@ import pytest
 from support.arena import LEDGER_HOLD_S, Arena
 from support.ledgers import assert_input_is_whole, committed_units, tokens_of
 from support.material import manifest, speech
+from support.patience import PATIENCE_S
 from support.realtime import UNIT_BYTES, RealtimeClient, conversing, joined
 from support.sidecars import get
 from support.talks import CONTEXT, undisturbed
@@ -93,7 +94,7 @@ async def test_a_ledger_that_goes_away_in_mid_conversation(
         await asyncio.to_thread(away.begin)
         gone = time.monotonic()
         await client.speak(speech(4, 6))  # held: no error
-        await refused_at_last(client, 10)
+        await refused_at_last(client, PATIENCE_S)
         assert time.monotonic() - gone >= LEDGER_HOLD_S * 0.9
         refused = await client.refused({"type": "input_audio_buffer.append", "audio": ""})
         assert refused["code"] == "ledger_unavailable"
@@ -124,7 +125,7 @@ async def test_input_that_was_refused_can_be_sent_again(arena: Arena) -> None:
         await client.until_unit(2)
         await asyncio.to_thread(away.begin)
         await client.speak(pcm[2 * UNIT_BYTES : 3 * UNIT_BYTES])
-        await refused_at_last(client, 10)
+        await refused_at_last(client, PATIENCE_S)
         await client.speak(pcm[3 * UNIT_BYTES :])  # refused whole
         assert (await client.until("error"))["error"]["code"] == "ledger_unavailable"
         await asyncio.to_thread(away.end)

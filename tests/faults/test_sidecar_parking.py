@@ -47,13 +47,13 @@ async def test_four_conversations_move_when_their_sidecar_is_asked_to_leave(aren
     async with asyncio.TaskGroup() as group:
         for number in range(len(texts)):
             group.create_task(until_parked(number))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await ready.wait()
         asked = time.monotonic()
         os.kill(first.process.pid, signal.SIGTERM)
     print(f"all parked {time.monotonic() - asked:.1f} s after SIGTERM")
-    assert await asyncio.to_thread(first.process.wait, 30) == 0
-    assert survivors(tree, 10) == []
+    assert await asyncio.to_thread(first.process.wait, 180) == 0
+    assert survivors(tree, 60) == []
 
     reader = await LedgerReader.connect(arena.bed.valkey.url)
     try:
@@ -96,7 +96,7 @@ def test_pages_of_a_sidecar_that_strangers_can_reach(arena: Arena) -> None:
     """Its host is every address; started for this alone, its stages need not be ready."""
     sidecar = arena.bed.prepare("strangers", host="0.0.0.0")
     sidecar.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while sidecar.readiness()[1] == "starting":
         assert time.monotonic() < deadline, sidecar.log_tail()
         time.sleep(0.1)
@@ -110,7 +110,7 @@ def test_pages_of_a_sidecar_that_strangers_can_reach(arena: Arena) -> None:
             request = urllib.request.Request(
                 f"{sidecar.base_url}{path}", headers={"authorization": f"Bearer {token}"}
             )
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 assert answer.status == 200
     finally:
         assert sidecar.stop() == 0

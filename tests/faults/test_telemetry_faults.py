@@ -3,11 +3,11 @@
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from support.standstill import Standstill
 from support.telemetry_kit import speak_units
 
 from duplex_sidecar.telemetry import names
@@ -34,15 +34,15 @@ def test_an_absent_collector_holds_nothing_up(caplog: pytest.LogCaptureFixture) 
     )
     tracing, metrics = Tracing(settings), Metrics(settings)
     session = tracing.session("s1", None, names.SegmentReason.OPENED)
-    started = time.monotonic()
-    speak_units(session, 1, 100)
-    metrics.unit(names.UnitDecision.LISTEN, 50.0, 1_000.0)
-    assert time.monotonic() - started < 2.0
+    with Standstill() as stood:
+        speak_units(session, 1, 100)
+        metrics.unit(names.UnitDecision.LISTEN, 50.0, 1_000.0)
+        assert stood.moved_s() < 2.0
     assert b"duplex_units_total" in metrics.prometheus_page()
-    started = time.monotonic()
-    tracing.close(1_500)
-    metrics.close(1_500)
-    assert time.monotonic() - started < 4.0
+    with Standstill() as stood:
+        tracing.close(1_500)
+        metrics.close(1_500)
+        assert stood.moved_s() < 4.0
 
 
 def test_a_collector_that_never_answers_is_given_up() -> None:
@@ -54,10 +54,10 @@ def test_a_collector_that_never_answers_is_given_up() -> None:
         )
         tracing = Tracing(settings)
         tracing.session("s1", None, names.SegmentReason.OPENED)
-        started = time.monotonic()
-        assert not tracing.flush(300)
-        assert not tracing.close(300)
-        assert time.monotonic() - started < 2.0
+        with Standstill() as stood:
+            assert not tracing.flush(300)
+            assert not tracing.close(300)
+            assert stood.moved_s() < 2.0
 
 
 def test_a_full_disk_is_answered_as_come_again(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     path = tmp_path / "spans.jsonl"
     answers = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=180
     )
     assert answers.stdout.split() == ["200", "200", "503", "503"], answers.stderr
     assert path.read_text() == "{}\n{}\n"

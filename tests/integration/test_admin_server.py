@@ -5,6 +5,7 @@ import asyncio
 import base64
 import gc
 import json
+import logging
 import socket
 import ssl
 import sys
@@ -21,16 +22,21 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from support.certificates import make_certificate
+from support.patience import PATIENCE_S
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name
+from duplex_api.session import Modality, Output
+from duplex_sidecar.admin import api as admin_api
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import AdminGuard, guards_all, guards_status
 from duplex_sidecar.admin.tokens import FixedToken
 from duplex_sidecar.checkpoint.voice import save_voice, seeded_voice
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.session.given_voices import GivenVoices
+from duplex_sidecar.session.watching import UNIT_MS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import MODEL, TOKEN, Caller, Replica, Terms, replica
@@ -121,7 +127,7 @@ async def pod(
                 base_url=f"https://127.0.0.1:{server.port}",
                 headers={"authorization": f"Bearer {ADMIN}"},
                 verify=trusting(certificate[0]),
-                timeout=20,
+                timeout=PATIENCE_S,
             ) as client,
         ):
             found.append(Pod(name, running, feed, server, client))
@@ -207,6 +213,119 @@ async def test_the_refusals(here: Pod) -> None:
         "not ready": (503, "not_ready"),
         "draining": (503, "draining"),
     }
+
+
+async def test_what_has_a_history_is_never_begun_without_it(here: Pod) -> None:
+    terms = Terms("context")
+    status, error = await here.put("resumed", terms, fence=2, resume=True)
+    assert (status, error["code"]) == (410, "ledger_lost")
+    assert not await here.replica.ledger.exists("resumed")
+    await here.put("resumed", terms, fence=3)
+    caller = Caller("resumed")
+    await caller.dial(here.replica)
+    await caller.talk(3)
+    for fence in (3, 4):
+        status, view = await here.put("resumed", terms, fence=fence, resume=True)
+        assert (status, view["fence"], view["units"]) == (200, fence, 3)
+    await here.call("POST", "/sessions/resumed/park", {})
+    # Its retention passes while nobody runs it.
+    keys = session_keys("resumed").all()
+    await here.replica.ledger.reader._connection.read("resumed", ("DEL", *keys))
+    for _ in range(2):
+        status, error = await here.put("resumed", terms, fence=5, resume=True)
+        assert (status, error["code"]) == (410, "ledger_lost")
+    assert here.replica.registry.free_slots == 2
+    status, view = await here.put("resumed", terms, fence=5)
+    assert (status, view["units"]) == (200, 0)
+
+
+async def test_an_operator_of_the_first_release_has_its_way(here: Pod) -> None:
+    """Its requests, word for word, and what it looks at of the answers. It hands nothing over."""
+    manifest = (
+        '{"apiVersion":"duplex.dev/v1alpha1","kind":"DuplexSession","metadata":{"name":"talk",'
+        '"namespace":"default"},"spec":{"output":{"audioFormat":"pcm"},"poolRef":{"name":"demo"},'
+        '"prompt":"Be brief.","window":{"basicWindowHighTokens":8000,"basicWindowLowTokens":6000,'
+        '"boundary":"unit","contextMaxUnits":24,"contextPreviousMaxTokens":500,"hysteresisUnits":1,'
+        '"mode":"context","strategy":"reprefill"}}}'
+    )
+    client, uid = here.client, "0f0e5d6c-5f3b-4f44-9a55-0d7c6a3b2a10"
+    client.headers.update({"Duplex-Admin-Version": "1", "Content-Type": "application/json"})
+
+    async def ask(method: str, path: str, body: str) -> int:
+        answer = await client.request(method, f"/admin/v1{path}", content=body.encode())
+        assert answer.status_code < 300 or answer.json()["error"]["code"]
+        return answer.status_code
+
+    def order(fence: int) -> str:
+        head = f'{{"manifest":{json.dumps(manifest)},"tokenHash":"{token_sha256(TOKEN)}",'
+        return f'{head}"fence":{fence}}}'
+
+    path = f"/sessions/{uid}"
+    assert await ask("PUT", path, order(1)) == 200
+    assert await ask("PUT", path, order(1)) == 200
+    caller = Caller(uid)
+    await caller.dial(here.replica)
+    await caller.talk(2)
+    assert await ask("POST", f"{path}/park", "{}") == 200
+    assert await ask("POST", "/dead-replicas", f'{{"podUID":"{uid}"}}') == 200
+    assert await ask("PUT", path, order(1)) == 409
+    assert await ask("PUT", path, order(2)) == 200
+    async with listening(here) as feed:
+        hello = await feed.until(kind="hello")
+        for name, kind in (("replica", str), ("freeSlots", int), ("ready", bool)):
+            assert isinstance(hello[name], kind)
+        told = await feed.until(session=uid)
+        assert (told["phase"], told["fence"], told["units"]) == ("active", 2, 2)
+        assert isinstance(told["changed_ms"], int)
+        assert set(told["audio"]) == {"underruns", "longestGapMs"}
+    assert await ask("DELETE", path, '{"reason":"Deleted"}') == 200
+    assert await ask("PUT", path, order(3)) == 410
+    assert await ask("POST", f"/erase/{uid}", "{}") == 200
+    assert await ask("POST", "/drain", '{"graceSeconds":30}') == 200
+
+
+async def test_one_modality_alone_is_refused_where_a_session_begins(here: Pod) -> None:
+    text = Terms("context").manifest()
+    for one in Modality:
+        output = Output(modalities=(one,))
+        spec = text.spec.model_copy(update={"output": output})
+        manifest = text.model_copy(update={"spec": spec})
+        body = {"manifest": manifest.model_dump_json(exclude_none=True), "token": TOKEN}
+        status, error = await here.call("PUT", "/sessions/half", body)
+        assert (status, error["code"]) == (422, "unserved_manifest")
+        (problem,) = error["problems"]
+        assert problem["path"] == "spec.output.modalities"
+        assert "audio and text" in problem["message"]
+        # One that another release has begun goes on.
+        name = f"half-{one}"
+        await here.put(name, Terms("context"), fence=1)
+        await here.call("POST", f"/sessions/{name}/park", {})
+        status, _ = await here.call("PUT", f"/sessions/{name}", body | {"fence": 2})
+        assert status == 200
+        await here.call("DELETE", f"/sessions/{name}")
+
+
+async def test_what_a_newer_operator_says_besides_is_ignored(
+    here: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "duplex_sidecar.admin.api")
+    more = {"fieldOfTheNextRelease": "a secret of some kind", "another one": 1}
+    terms = Terms("context")
+    status, view = await here.put("newer", terms, fence=3, **more)
+    assert (status, view["fence"]) == (200, 3)
+    assert (await here.put("newer", terms, fence=3)) == (200, view)
+    assert await here.call("POST", "/sessions/newer/park", more) == (200, {"parked": True})
+    dead = {"podUID": "nobody"}
+    assert await here.call("POST", "/dead-replicas", dead | more) == (200, dead)
+    await here.put("newer", terms, fence=4, **more)
+    end = {"reason": "Deleted"} | more
+    assert await here.call("DELETE", "/sessions/newer", end) == (200, {"ended": True})
+    assert await here.call("POST", "/erase/newer", more) == (200, {"erased": True})
+    drained = {"draining": True, "sessions": 0}
+    assert await here.call("POST", "/drain", {"graceSeconds": 5} | more) == (200, drained)
+    told = [vars(record)["fields"] for record in caplog.records if "unknown" in record.message]
+    assert told == [{"unknown": 2, "names": "fieldOfTheNextRelease"}] * 6
+    assert "a secret" not in caplog.text
 
 
 async def test_a_session_that_is_handed_over(
@@ -305,7 +424,6 @@ async def test_a_token_by_its_hash_alone(here: Pod) -> None:
         ("POST", "/drain", {"graceSeconds": 10**9}),
         ("POST", "/dead-replicas", {}),
         ("POST", "/dead-replicas", {"replica": "a", "podUID": "b"}),
-        ("POST", "/sessions/x/park", {"more": 1}),
         ("POST", "/sessions/x/prepare", {"manifest": "m", "token": "t"}),
         ("POST", "/sessions/x/hand-over", {"target": "r"}),
         ("POST", "/sessions/x/hand-over", {"fence": 2}),
@@ -364,18 +482,31 @@ def no_old_garbage() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_old_garbage")
-async def test_sessions_go_on_while_a_manifest_is_read(here: Pod) -> None:
-    started = asyncio.get_running_loop().time()
+async def test_sessions_go_on_while_a_manifest_is_read(
+    here: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in turns of the loop that the sessions share: how long they take is the machine's."""
+    turns = 0
+    at: list[int] = []
+    read = admin_api.load_manifests
+
+    def counted(text: str) -> Any:
+        at.append(turns)
+        try:
+            return read(text)
+        finally:
+            at.append(turns)
+
+    monkeypatch.setattr(admin_api, "load_manifests", counted)
     text = f"x: [{'1,' * 40_000}1]\n"
     call = asyncio.create_task(here.call("PUT", "/sessions/x", {"manifest": text, "token": "t"}))
-    longest, last = 0.0, started
     while not call.done():
+        turns += 1
         await asyncio.sleep(0)
-        now = asyncio.get_running_loop().time()
-        longest, last = max(longest, now - last), now
     status, error = await call
     assert (status, error["code"]) == (422, "invalid_manifest")
-    assert longest < (last - started) / 3
+    begun, ended = at
+    assert ended - begun > 30
 
 
 async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey) -> None:
@@ -384,7 +515,7 @@ async def test_a_pods_death_frees_its_sessions(here: Pod, valkey: EmbeddedValkey
         await dead.registry.live["orphan"]._keeper.stop()
         told = {"podUID": "uid-9"}
         assert await here.call("POST", "/dead-replicas", told) == (200, told)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             status, view = await here.put("orphan", Terms("context"), fence=9)
         assert (status, view["fence"]) == (200, 9)
 
@@ -455,7 +586,7 @@ class Listener:
         self.heard: list[dict[str, Any]] = []
 
     async def until(self, **wanted: Any) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             async for text in self._lines:
                 line = json.loads(text)
                 self.heard.append(line)
@@ -484,7 +615,9 @@ async def test_the_feed_tells_what_happens(here: Pod) -> None:
         await caller.dial(here.replica)
         await caller.talk(2)
         line = await one.until(session="early", phase="active", units=2)
-        assert (line["attached"], line["ledgerDurable"], line["keepingPace"]) == (True, True, True)
+        in_time = caller.units[-1].wall_ms <= UNIT_MS  # as a rule, but this machine may stand still
+        told = (line["attached"], line["ledgerDurable"], line["keepingPace"])
+        assert told == (True, True, in_time)
         await here.call("POST", "/sessions/early/park", {})
         line = await two.until(session="early", phase="parked")
         assert (line["reason"], line["fence"], line["units"]) == ("requested", 2, 2)
@@ -519,7 +652,7 @@ async def test_a_listener_that_leaves_makes_room(
         await one.until(kind="beat")
         status, error = await here.call("GET", "/feed")
         assert (status, error["code"]) == (429, "no_slot")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while here.feed.full:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     async with listening(here) as two:
@@ -529,12 +662,12 @@ async def test_a_listener_that_leaves_makes_room(
 async def test_a_listener_that_takes_nothing_is_dropped(
     here: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duplex_sidecar.admin.feed.SEND_TIMEOUT_S", 0.2)
-
     async def stuck(_: bytes) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(TimeoutError):
-        await here.feed.pour(stuck)
+    with monkeypatch.context() as patch:
+        patch.setattr("duplex_sidecar.admin.feed.SEND_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await here.feed.pour(stuck)
     async with listening(here) as other:
         await other.until(kind="beat")

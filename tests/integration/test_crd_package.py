@@ -14,7 +14,7 @@ FOREIGN = ("yaml", "torch", "vllm", "redis", "msgspec", "numpy", "kopf", "kube_c
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180
     )
 
 

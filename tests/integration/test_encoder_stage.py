@@ -45,7 +45,7 @@ from duplex_sidecar.stages.process_main import EXIT_FAILED
 
 pytestmark = pytest.mark.integration
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 LOG_NAME = "encoder.log"
 FIRST_BYTES, CHUNK_BYTES = 33_120, 32_000
 VOICE = seeded_voice("hum", 75, 1, tiny_config().token2wav)
@@ -205,7 +205,7 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
             StageFault.UNKNOWN_STREAM
         )
         with pytest.raises(StageError, match="not for the encoder"):
-            await link.call(ThinkerClose("x"), EncoderRows, 5.0)
+            await link.call(ThinkerClose("x"), EncoderRows, 60.0)
 
 
 async def test_a_voices_clip_is_encoded_by_its_name(checkpoint, weights, tmp_path):
@@ -292,7 +292,7 @@ async def test_the_process_leaves_when_its_stdin_is_closed(checkpoint, tmp_path)
         await client.open(EncoderOpen("s", 0))
         assert process.stdin is not None
         process.stdin.close()
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_a_wrong_checkpoint_ends_the_start_with_all_its_faults(weights, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from support.ledger_kit import Writer, spoken_batch
+from support.patience import PATIENT
 
 from duplex_sidecar.cli.ledger import erase, verify
 from duplex_sidecar.cli.ledger_carrying import archive, import_archive
@@ -36,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def ledger(valkey: EmbeddedValkey) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.connect(valkey.url)
+    ledger = await Ledger.connect(valkey.url, PATIENT)
     yield ledger
     await ledger.close()
 
@@ -202,7 +203,7 @@ async def test_an_erasure_waits_for_a_server_that_is_away(
     await Writer.create(ledger, session)
     valkey.stop()
     waiting = asyncio.create_task(
-        asyncio.to_thread(lambda: erase(session, url=valkey.url, yes=True, patience_s=20.0))
+        asyncio.to_thread(lambda: erase(session, url=valkey.url, yes=True, patience_s=60.0))
     )
     await asyncio.sleep(0.6)
     assert not waiting.done()

@@ -21,8 +21,9 @@ from support.ledger_kit import (
     truncated_draft,
     unit_media,
 )
+from support.patience import PATIENCE_S, PATIENT
 
-from duplex_sidecar.ledger import records, token
+from duplex_sidecar.ledger import records, store, token
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.client_calls import Played, cut_call
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -44,7 +45,7 @@ from duplex_sidecar.ledger.errors import (
 )
 from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
+from duplex_sidecar.ledger.lease import RENEW_PERIOD_MS, Lease, LeaseKeeper
 from duplex_sidecar.ledger.media import Trim
 from duplex_sidecar.ledger.records import (
     CancelledDraft,
@@ -53,14 +54,14 @@ from duplex_sidecar.ledger.records import (
     stopped_units,
 )
 from duplex_sidecar.ledger.session_view import Phase
-from duplex_sidecar.ledger.store import Ledger, LedgerOptions
+from duplex_sidecar.ledger.store import LEAST_RETENTION_MS, Ledger, LedgerOptions
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
 async def ledger(valkey: EmbeddedValkey) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.connect(valkey.url)
+    ledger = await Ledger.connect(valkey.url, PATIENT)
     yield ledger
     await ledger.close()
 
@@ -166,15 +167,39 @@ async def test_every_key_expires(ledger: Ledger, raw: Redis, session: str) -> No
     assert await raw.pttl(keys.rows) > 23 * 3_600_000
 
 
+async def test_a_short_retention_does_not_end_under_a_living_owner(
+    ledger: Ledger, raw: Redis, session: str
+) -> None:
+    """It is refreshed before it is over, and never shorter than a takeover takes."""
+    writer = await Writer.create(ledger, session, retention_ms=1_000)
+    meta = session_keys(session).meta
+    assert LEAST_RETENTION_MS - 1_000 < await raw.pttl(meta) <= LEAST_RETENTION_MS
+    touched = int(await raw.hget(meta, "touched") or 0)
+    for left_ms, refreshed in ((LEAST_RETENTION_MS - 2_000, False), (4_000, True)):
+        await raw.hset(meta, "touched", str(touched - (LEAST_RETENTION_MS - left_ms)))
+        await raw.pexpire(meta, left_ms)
+        await ledger.renew(writer.lease)
+        assert (await raw.pttl(meta) > left_ms) == refreshed
+
+
 # --- one owner ----------------------------------------------------------------------------------
 
 
-async def test_a_valid_lease_is_not_taken(ledger: Ledger, session: str) -> None:
+async def test_a_valid_lease_is_not_taken(ledger: Ledger, raw: Redis, session: str) -> None:
+    began_ms = await server_ms(raw)
     await Writer.create(ledger, session, "replica-a")
+    until_ms = int(await raw.hget(session_keys(session).meta, "until") or 0)
+    assert began_ms <= until_ms - store.LEASE_MS <= await server_ms(raw)
     with pytest.raises(LeaseHeld) as caught:
         await ledger.acquire(session, "replica-b")
+    left_ms = until_ms - await server_ms(raw)
     assert caught.value.replica == "replica-a"
-    assert 2_000 < caught.value.remaining_ms <= 3_000
+    assert left_ms <= caught.value.remaining_ms <= store.LEASE_MS
+
+
+async def server_ms(raw: Redis) -> int:
+    seconds, micros = await raw.time()
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 async def test_a_zombie_writes_nothing(ledger: Ledger, raw: Redis, session: str) -> None:
@@ -297,10 +322,10 @@ async def test_after_a_server_change_only_the_recorded_owner_goes_on(
     await raw.hset(meta, mapping={"era": "0" * 40, "until": "1"})
     with pytest.raises(LeaseSettling) as caught:
         await ledger.acquire(session, "replica-b")
-    assert caught.value.wait_ms == 3_000
+    assert caught.value.wait_ms == store.LEASE_MS
     with pytest.raises(LeaseSettling) as caught:
         await ledger.acquire(session, "replica-c")
-    assert caught.value.wait_ms <= 3_000
+    assert caught.value.wait_ms <= store.LEASE_MS
     await writer.unit(1)
     await ledger.renew(writer.lease)
     with pytest.raises(LeaseHeld):
@@ -362,12 +387,15 @@ async def test_the_keeper_keeps_a_real_lease(ledger: Ledger, raw: Redis, session
     before = int(await raw.hget(session_keys(session).meta, "until") or 0)
     keeper = LeaseKeeper(ledger.renew, writer.lease)
     keeper.start()
-    await asyncio.sleep(1.3)
-    after = int(await raw.hget(session_keys(session).meta, "until") or 0)
-    assert 800 < after - before < 1_400
+    after = before
+    async with asyncio.timeout(PATIENCE_S):
+        while after == before:
+            await asyncio.sleep(0.01)
+            after = int(await raw.hget(session_keys(session).meta, "until") or 0)
+    assert after - before >= 0.9 * RENEW_PERIOD_MS
     assert keeper.held
     await ledger.break_lease(session, replica=writer.lease.replica)
-    assert isinstance(await asyncio.wait_for(keeper.wait_lost(), 2), LeaseLost)
+    assert isinstance(await asyncio.wait_for(keeper.wait_lost(), PATIENCE_S), LeaseLost)
     await keeper.stop()
 
 
@@ -528,7 +556,9 @@ async def stored_bytes(raw: Redis, session: str) -> int:
 
 
 async def test_a_session_cannot_outgrow_its_bytes(valkey: EmbeddedValkey, session: str) -> None:
-    ledger = await Ledger.connect(valkey.url, LedgerOptions(max_session_bytes=80_000))
+    ledger = await Ledger.connect(
+        valkey.url, LedgerOptions(max_session_bytes=80_000, call_timeout_ms=PATIENT.call_timeout_ms)
+    )
     writer = await Writer.create(ledger, session)
     await writer.units(2)
     with pytest.raises(LedgerFull):
@@ -669,7 +699,7 @@ async def test_a_listening_unit_is_voiced_without_an_event(ledger: Ledger, sessi
 
 
 async def test_the_journal_is_bounded_by_bytes(valkey: EmbeddedValkey, session: str) -> None:
-    options = LedgerOptions(max_journal_bytes=20_000)
+    options = LedgerOptions(max_journal_bytes=20_000, call_timeout_ms=PATIENT.call_timeout_ms)
     ledger = await Ledger.connect(valkey.url, options)
     writer = await Writer.create(ledger, session)
     for number in range(1, 13):
@@ -687,7 +717,8 @@ async def test_the_journal_is_bounded_by_bytes(valkey: EmbeddedValkey, session: 
 
 
 async def test_the_journal_is_bounded_by_age(valkey: EmbeddedValkey, session: str) -> None:
-    ledger = await Ledger.connect(valkey.url, LedgerOptions(max_journal_age_ms=200))
+    options = LedgerOptions(max_journal_age_ms=200, call_timeout_ms=PATIENT.call_timeout_ms)
+    ledger = await Ledger.connect(valkey.url, options)
     writer = await Writer.create(ledger, session)
     await ledger.journal(writer.lease, JournalBatch(unit=0, first_seq=1, events=(b"a", b"b")))
     await asyncio.sleep(0.3)

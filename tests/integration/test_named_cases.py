@@ -6,7 +6,7 @@ the append [1, 11, 2, 1, 11]); the long ones run on the real stages in tests/soa
 """
 
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +19,16 @@ from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.protocol.events import Audio, Closed
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
-from fake_thinker import FakeThinker
+from fake_encoder import REFERENCE_ROWS, reference_of
+from fake_stage import rows_in
+from fake_thinker import FakeThinker, Position
 from session_kit import (
     MODEL,
     MODES,
     RATE_HZ,
+    SYSTEM,
     VOCABULARY,
+    VOICE,
     WORD_IDS,
     Caller,
     Mode,
@@ -34,6 +38,7 @@ from session_kit import (
     check_events,
     check_prompts,
     check_stage2,
+    encode,
     eventually,
     frames_of,
     png,
@@ -91,14 +96,17 @@ def audio_bytes(caller: Caller) -> int:
 # --- short input, then a new session --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("voice", [None, VOICE], ids=["no voice", "reference voice"])
 @pytest.mark.parametrize("mode", SLIDING)
 async def test_short_input_then_a_new_session(
-    valkey: EmbeddedValkey, here: Replica, mode: Mode
+    valkey: EmbeddedValkey, here: Replica, mode: Mode, voice: str | None
 ) -> None:
     """Nothing of the first session is in the second one: not its window, not its voice's stream.
-    Both speak with their own reference voice, bound when the epoch opens."""
-    said, _ = await undisturbed(valkey.url, f"alone-{mode}", Terms(mode), 20)
-    short = await called(here, f"short-{mode}", Terms(mode))
+    A reference voice has its clip in every prompt of both, and speaks in both, bound when the epoch
+    opens; two sessions with it agree, and differ from those without."""
+    terms, name = Terms(mode, voice=voice), f"{mode}-{voice}"
+    said, lone = await undisturbed(valkey.url, f"alone-{name}", terms, 20)
+    short = await called(here, f"short-{name}", terms)
     assert short.attachment is not None
     await short.attachment.submit(AppendInput(second(1)[: 2 * 6_400], from_sample=0))
     await short.commit()
@@ -107,16 +115,43 @@ async def test_short_input_then_a_new_session(
     assert (await short.close()).code is ErrorCode.SESSION_ENDED
     await eventually(lambda: here.stages.held() == [])
 
-    caller = await called(here, f"next-{mode}", Terms(mode))
+    caller = await called(here, f"next-{name}", terms)
     await caller.talk(20)
     check_events(caller)
     assert await tokens(here.ledger, caller.session) == said
-    check_prompts([here.stages], caller.session, Terms(mode), said, caller)
-    assert audio_bytes(caller) > 0
+    check_prompts([here.stages], caller.session, terms, said, caller)
+    assert [u.window_tokens for u in caller.units] == [u.window_tokens for u in lone.units]
+    assert audio_bytes(caller) == audio_bytes(lone) > 0
     spoke = {session for session, _ in here.stages.code2wav.opened}
     assert caller.session in spoke
-    assert here.stages.code2wav.sessions[caller.session].voice == "default"
+    assert here.stages.code2wav.sessions[caller.session].voice == (voice or "default")
     assert check_stage2(here.stages, caller.session)[0] == 0, "its own epochs, from the first one"
+
+    prompts = [
+        one.prompt
+        for one in here.stages.thinker.submissions
+        if one.session in (short.session, caller.session)
+    ]
+    assert len(prompts) >= 21
+    assert {clips_in(prompt) for prompt in prompts} == {(len(CLIP_FROM),) if voice else ()}
+    assert here.stages.encoder.references == ([VOICE, VOICE] if voice else [])
+    if voice:
+        plain = await called(here, f"plain-{name}", replace(terms, voice=None))
+        await plain.talk(1)
+        longer = caller.units[0].window_tokens - plain.units[0].window_tokens
+        assert longer == REFERENCE_ROWS + len(encode("\n<|audio_start|><|audio_end|>"))
+
+
+CLIP_FROM = encode(f"{SYSTEM}\n<|audio_start|>")
+"""What stands before a reference clip."""
+
+
+def clips_in(prompt: Sequence[Position]) -> tuple[int, ...]:
+    """The places of a prompt where the rows of the reference clip begin."""
+    clip = rows_in(reference_of(VOICE))
+    return tuple(
+        start for start, place in enumerate(prompt) if list(prompt[start:][: len(clip)]) == clip
+    )
 
 
 # --- 131 seconds without a pause ------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Rebuild ahead in whole conversations: the same prompts, the same tokens, only earlier."""
 
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,22 +109,24 @@ async def test_a_unit_that_found_its_prompt_made_waited_for_nothing(valkey: Embe
         await here.open("waits", Terms("context", max_units=3))
         caller = Caller("waits")
         await caller.dial(here)
-        for unit in range(1, 6):
+        await caller.talk(5)
+        waited_ms: list[float] = []
+        for unit in range(6, 16):
+            await eventually(lambda made=unit - 4: len(here.stages.thinker.opened_ahead) == made)
             await caller.talk(unit)
-        await eventually(lambda: len(here.stages.thinker.opened_ahead) == 2)
-        await caller.talk(6)
-        done = caller.units[-1]
-        assert done.rebuild_cause == "slide"
-        assert done.rebuild_ms is not None
-        assert done.rebuild_ms < 1.0
+            done = caller.units[-1]
+            assert done.rebuild_cause == "slide"
+            assert done.rebuild_ms is not None
+            waited_ms.append(done.rebuild_ms)
+        assert statistics.median(waited_ms) < 1.0
         # One that is still being made is waited for.
-        pause = here.stages.thinker.pause(7, after=True)
-        await caller.say(7)
+        pause = here.stages.thinker.pause(16, after=True)
+        await caller.say(16)
         await pause.reached.wait()
         pause.go.set()
-        await caller.until_unit(7)
+        await caller.until_unit(16)
         page = here.registry.live["waits"].runner._metrics.prometheus_page().decode()
-    assert 'duplex_window_rebuilds_total{duplex_window_cause="slide"} 3.0' in page
+    assert 'duplex_window_rebuilds_total{duplex_window_cause="slide"} 12.0' in page
 
 
 class Stumbling(FakeThinker):
@@ -162,9 +165,9 @@ async def test_whatever_happens_to_it_changes_no_token(
     async with replica(valkey.url, stages=stages) as here:
         stumbled, caller, _ = await conversation(here, f"stumbles-{fault}", terms)
         assert stages.thinker.failed > 20
-        spare = here.registry._assembly.stages.thinker_spare.free
+        spare = here.registry._assembly.stages.thinker_spare
+        await eventually(lambda: spare.free == 2)
     assert stumbled == said
-    assert spare == 2
     causes = {unit.rebuild_cause for unit in caller.units}
     assert causes == {None, "slide"} | ({"engine_restart"} if fault is StageFault.GONE else set())
 

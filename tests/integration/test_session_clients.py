@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.ledgers import assert_input_is_whole, committed_units
+from support.patience import PATIENCE_S
 
 from duplex_api.manifest import load_manifest
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -300,7 +301,7 @@ async def test_ending_from_outside_waits_for_no_stage(
         await asyncio.gather(reached, done, return_exceptions=True)
         if pause.reached.is_set():
             break
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         assert await here.registry.end(session)
     assert (here.registry.free_slots, here.stages.held()) == (SLOTS, [])
     meta = await here.ledger.reader.meta(session)
@@ -315,7 +316,7 @@ async def test_commands_after_the_end_never_hang(here: Replica) -> None:
     actor = here.registry.live["over"]
     await caller.close()
     assert caller.attachment is not None
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         for command in (Heartbeat(), AppendInput(second(2)), Close()):
             with pytest.raises(ClientError) as error:
                 await caller.attachment.submit(command)
@@ -337,7 +338,7 @@ async def test_submitters_that_wait_for_room_are_let_go_at_the_end(here: Replica
         await attachment.submit(Heartbeat())
     waiting = [asyncio.create_task(attachment.submit(Heartbeat(str(k)))) for k in range(5)]
     ending = asyncio.create_task(actor.end(ErrorCode.SESSION_ENDED, "now"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         await ending
     assert all(outcome is None or isinstance(outcome, ClientError) for outcome in outcomes)
@@ -398,7 +399,7 @@ async def test_no_slot_is_said_at_once(valkey: EmbeddedValkey, here: Replica) ->
     assert here.registry.free_slots == 0
     async with replica(valkey.url, "other") as other:
         await other.open("elsewhere", Terms("context"))
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(ClientError) as error:
             await here.open("one-more", Terms("context"))
         assert error.value.code is ErrorCode.RESOURCE_EXHAUSTED
@@ -578,7 +579,7 @@ async def test_an_opening_given_up_anywhere_leaves_its_slot_free(
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
     # The one that waited for it goes on, and finds what the first one left behind.
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         await waiting
     assert here.registry.free_slots == SLOTS - 1
     caller = Caller(session)
@@ -608,7 +609,7 @@ async def test_an_attach_given_up_anywhere_leaves_its_slot_free(
     await asyncio.gather(attaching, return_exceptions=True)
     assert here.registry.free_slots == SLOTS
     assert here.registry._turnstile._doors == {}
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         await caller.dial(here)
     await caller.talk(5)
     check_events(caller)
@@ -641,7 +642,7 @@ async def test_a_shutdown_given_up_still_lets_go(valkey: EmbeddedValkey) -> None
         closed = await caller.until(lambda event: isinstance(event, Closed))
         assert isinstance(closed, Closed)
     async with replica(valkey.url, "next") as following:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE_S):
             await caller.dial(following)
 
 

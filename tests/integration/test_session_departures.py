@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LeaseSettling
@@ -52,7 +53,7 @@ async def called(here: Replica, session: str) -> Caller:
 
 
 async def reached(pause: Pause) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await pause.reached.wait()
 
 

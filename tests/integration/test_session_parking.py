@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost
@@ -572,7 +573,7 @@ async def test_dead_pods_are_remembered_but_not_for_ever(
         await caller.talk(1)
         await pod.registry.live["orphan"]._keeper.stop()
         here.registry.declare_dead("uid-7")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await caller.dial(here)
 
 

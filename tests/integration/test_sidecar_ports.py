@@ -8,6 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from fastapi import FastAPI
+from support.patience import PATIENCE_S
 
 from duplex_sidecar import app as sidecar_app
 from duplex_sidecar.app import Sidecar
@@ -58,7 +59,7 @@ async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.M
         for said in (b"", b"GET /livez HTTP/1.1\r\nHost: sidecar\r\n"):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(said)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await reader.read() == b""
             writer.close()
             await writer.wait_closed()

@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_kit import (
     ProcessTree,
-    is_running,
     make_engine_checkpoint,
     random_rows,
     running,
@@ -96,14 +96,20 @@ run_stage_process("fake", load)
 '''
 
 QUICK = RestartPolicy(
-    ready_timeout_s=20.0,
+    ready_timeout_s=90.0,
     progress_interval_s=0.1,
     first_backoff_s=0.01,
     max_failed_starts=2,
     health_interval_s=0.1,
-    health_timeout_s=0.5,
-    stop_grace_s=1.0,
+    health_timeout_s=20.0,
+    stop_grace_s=20.0,
 )
+IMPATIENT = replace(QUICK, health_timeout_s=0.5, stop_grace_s=1.0)
+"""For stages that do not answer, or do not leave."""
+
+
+GONE_S = 60.0
+"""Whatever was killed is not there any more, as soon as the system has come to it."""
 
 
 def fake_spec(folder: Path, how: str, stage: str = "fake") -> StageSpec:
@@ -131,7 +137,7 @@ def states(reports: Sequence[StageReport]) -> list[StageState]:
 
 
 async def until(supervisor: Supervisor, stage: str, state: StageState, generation: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(180):
         while True:
             report = supervisor.report(stage)
             if report.state is state and report.generation == generation:
@@ -156,28 +162,43 @@ async def test_a_stage_comes_up_and_leaves_with_all_its_children(tmp_path: Path)
         assert reports[-1].elapsed_s > 0
         link = supervisor.link("fake")
         assert link.generation == 1
-        assert (await link.call(Health(), HealthReport, 5)).stage == "fake"
+        assert (await link.call(Health(), HealthReport, 60)).stage == "fake"
         started = set(below()) - before
         assert len(started) == 2
         assert os.getpgid(min(started)) != os.getpgid(0)
-    assert not any(map(is_running, started))
+    await wait_until_gone(list(started), GONE_S)
     assert states(reports)[-1] is StageState.STOPPED
     assert "loading well" in " ".join(supervisor.log_tail("fake"))
     assert not (tmp_path / "fake.sock").exists()
     with pytest.raises(StageError) as caught:
-        await link.call(Health(), HealthReport, 5)
+        await link.call(Health(), HealthReport, 60)
     assert caught.value.fault is StageFault.GONE
 
 
 async def test_progress_is_reported_while_it_loads(tmp_path: Path) -> None:
-    reports: list[StageReport] = []
-    policy = RestartPolicy(ready_timeout_s=1.5, progress_interval_s=0.1, max_failed_starts=1)
-    supervisor = Supervisor([fake_spec(tmp_path, "endless")], reports.append, policy)
-    with pytest.raises(StageStartError, match=r"not ready within 1\.5 s"):
-        await supervisor.start()
-    progress = [r for r in reports if r.reason == "loading endless"]
-    assert len(progress) >= 2
+    progress: list[StageReport] = []
+    told = asyncio.Event()
+
+    def on_report(report: StageReport) -> None:
+        if report.reason == "loading endless":
+            progress.append(report)
+        if len(progress) >= 2:
+            told.set()
+
+    supervisor = Supervisor([fake_spec(tmp_path, "endless")], on_report, QUICK)
+    starting = asyncio.create_task(supervisor.start())
+    await told.wait()
+    assert not starting.done()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
     assert progress[-1].elapsed_s > progress[0].elapsed_s
+
+
+async def test_a_stage_that_does_not_get_ready_is_given_up(tmp_path: Path) -> None:
+    policy = RestartPolicy(ready_timeout_s=0.5, max_failed_starts=1, stop_grace_s=0.1)
+    supervisor = Supervisor([fake_spec(tmp_path, "endless")], lambda _: None, policy)
+    with pytest.raises(StageStartError, match=r"not ready within 0\.5 s"):
+        await supervisor.start()
 
 
 async def test_a_killed_stage_is_restarted_and_its_calls_fail_at_once(tmp_path: Path) -> None:
@@ -189,12 +210,12 @@ async def test_a_killed_stage_is_restarted_and_its_calls_fail_at_once(tmp_path: 
         await asyncio.sleep(0.1)
         os.kill(min(first), signal.SIGKILL)
         with pytest.raises(StageError) as caught:
-            await asyncio.wait_for(call, 5)
+            await asyncio.wait_for(call, 30)
         assert caught.value.fault is StageFault.GONE
         await until_generation(supervisor, "fake", 2)
         # Its child went with it, without anybody having to sweep.
-        await wait_until_gone(list(first), 5)
-        assert (await link.call(Health(), HealthReport, 5)).stage == "fake"
+        await wait_until_gone(list(first), GONE_S)
+        assert (await link.call(Health(), HealthReport, 60)).stage == "fake"
         assert states(reports) == [
             StageState.STARTING,
             StageState.READY,
@@ -213,7 +234,7 @@ async def test_a_stage_that_gives_itself_up_is_restarted(tmp_path: Path) -> None
 
 
 async def test_a_stage_that_hangs_is_restarted(tmp_path: Path) -> None:
-    async with running(fake_spec(tmp_path, "hangs"), policy=QUICK) as (supervisor, reports):
+    async with running(fake_spec(tmp_path, "hangs"), policy=IMPATIENT) as (supervisor, reports):
         (tmp_path / "hang").touch()
         await until(supervisor, "fake", StageState.RESTARTING, 1)
         (tmp_path / "hang").unlink()
@@ -232,7 +253,7 @@ async def test_a_stage_that_cannot_load_fails_with_its_last_words(tmp_path: Path
     assert "no such weights" in " ".join(caught.value.log_tail)
     assert StageState.FAILED in states([r for r in reports if r.stage == "two"])
     # The other one is stopped too.
-    assert not any(map(is_running, set(below()) - before))
+    await wait_until_gone(list(set(below()) - before), GONE_S)
 
 
 async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -245,10 +266,10 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 
 async def test_a_stage_that_does_not_want_to_leave_is_made_to(tmp_path: Path) -> None:
     before = set(below())
-    async with running(fake_spec(tmp_path, "stubborn"), policy=QUICK):
+    async with running(fake_spec(tmp_path, "stubborn"), policy=IMPATIENT):
         started = set(below()) - before
     assert started
-    assert not any(map(is_running, started))
+    await wait_until_gone(list(started), GONE_S)
 
 
 async def test_a_long_log_is_put_aside_at_the_next_start(tmp_path: Path) -> None:
@@ -287,12 +308,12 @@ async def test_the_death_of_the_sidecar_leaves_no_orphan(tmp_path: Path) -> None
         sys.executable, "-c", SIDECAR, here, str(tmp_path), stdout=asyncio.subprocess.PIPE
     )
     assert sidecar.stdout is not None
-    assert await asyncio.wait_for(sidecar.stdout.readline(), 60) == b"ready\n"
+    assert await asyncio.wait_for(sidecar.stdout.readline(), 180) == b"ready\n"
     family = below(sidecar.pid)
     assert len(family) == 2
     sidecar.kill()
     await sidecar.wait()
-    await wait_until_gone(family, 5)
+    await wait_until_gone(family, GONE_S)
 
 
 async def test_the_death_of_the_engine_core_restarts_the_thinker(
@@ -321,9 +342,9 @@ async def test_the_death_of_the_engine_core_restarts_the_thinker(
         await asyncio.sleep(0)
         os.kill(core, signal.SIGKILL)
         with pytest.raises(StageError) as caught:
-            await asyncio.wait_for(long, 10)
+            await asyncio.wait_for(long, 60)
         assert caught.value.fault is StageFault.GONE
-        await wait_until_gone(list(family), 15)
+        await wait_until_gone(list(family), GONE_S)
         await until(supervisor, "thinker", StageState.RESTARTING, 1)
         await until_generation(supervisor, "thinker", 2)
         position = 11 + len(first.emitted_ids) - 1
@@ -335,9 +356,9 @@ async def test_the_death_of_the_engine_core_restarts_the_thinker(
         # The death of the stage process itself takes the core along.
         family = set(below()) - before
         os.kill(min(family), signal.SIGKILL)
-        await wait_until_gone(list(family), 10)
+        await wait_until_gone(list(family), GONE_S)
     assert StageState.RESTARTING in states(reports)
-    assert not any(map(is_running, set(below()) - before))
+    await wait_until_gone(list(set(below()) - before), GONE_S)
 
 
 def _engine_core(family: set[int]) -> int:

@@ -20,6 +20,7 @@ from engine_kit import (
     tensor,
 )
 from numpy.typing import NDArray
+from support.plain_talker import END, TALKER, next_code
 
 from duplex_sidecar.model.minicpmo45.decode import GREEDY_SAMPLING, Sampling
 from duplex_sidecar.model.minicpmo45.talker import (
@@ -30,7 +31,6 @@ from duplex_sidecar.model.minicpmo45.talker import (
     encode_rules,
     recent_codes,
 )
-from duplex_sidecar.model.minicpmo45.talker_sampling import CodeRow, choose_codes
 from duplex_sidecar.stages.engine.settings import Device
 from duplex_sidecar.stages.envelope import (
     Condition,
@@ -149,12 +149,16 @@ class Turn:
         self.answers.append(answer.codes)
 
     def loop(self, rows: torch.Tensor, rules: UnitRules) -> list[int]:
-        """One unit, one code after the other; the end code is never fed."""
+        """One unit, one code after the other; the end code is never fed. The choice is written
+        there anew, so the product's own is not asked."""
+        sampling = None if rules.sampling.greedy else TALKER
         codes: list[int] = []
         logits, self.cache = self.stage.reference.feed(rows, self.cache)
         while True:
-            code = int(choose_codes(logits[None], [CodeRow(rules, codes)])[0])
-            if code == CODEC_EOS:
+            code = next_code(
+                logits.tolist(), rules.kind, rules.recent_codes, codes, sampling, rules.seed
+            )
+            if code == END:
                 return codes
             codes.append(code)
             logits, self.cache = self.stage.reference.feed(
@@ -277,7 +281,7 @@ async def test_hostile_feeds_are_refused_and_nobody_notices(stage: Stage) -> Non
 
 async def test_a_request_for_another_stage_is_refused(stage: Stage) -> None:
     with pytest.raises(StageError, match="not for the talker"):
-        await stage.link.call(ThinkerClose("s"), Done, 5.0)
+        await stage.link.call(ThinkerClose("s"), Done, 60.0)
 
 
 async def test_closing_under_way_leaves_no_seat(stage: Stage) -> None:

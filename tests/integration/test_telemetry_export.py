@@ -23,7 +23,7 @@ from duplex_sidecar.telemetry.traces import Tracing
 
 pytestmark = pytest.mark.integration
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ tracing = Tracing(TelemetrySettings(replica="killed", otlp_endpoint=sys.argv[1])
 session = tracing.session("s1", None, names.SegmentReason.OPENED)
 for seq in range(1, 31):
     session.unit(seq, 0, 1000.0).end()
-tracing.flush(10_000)
+tracing.flush(60_000)
 under_way = session.unit(31, 0, 1000.0)
 print(session.traceparent, under_way.traceparent, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

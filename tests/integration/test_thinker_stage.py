@@ -379,7 +379,7 @@ async def test_hostile_feeds_are_refused_and_nobody_notices(stage: Stage) -> Non
 async def test_a_request_for_another_stage_is_refused(stage: Stage) -> None:
     feed = TalkerFeed("s", "s", 0, True, 0, (Condition((1,), tensor(random_rows(1, 0))),), b"")
     with pytest.raises(StageError, match="not for the thinker"):
-        await stage.link.call(feed, Done, 5.0)
+        await stage.link.call(feed, Done, 60.0)
 
 
 async def test_seats_and_blocks_are_never_overcommitted(stage: Stage) -> None:

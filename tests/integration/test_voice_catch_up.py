@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from fake_stage import rows
 from session_kit import VOCABULARY, WORD_IDS, Stages
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 V = VOCABULARY
 SETTINGS = TelemetrySettings(replica="r")
 UNITS = 7
@@ -118,7 +118,7 @@ async def turn(session: str, client: Code2WavClient, kill_after: int, log: Path)
         if unit == kill_after:
             generation = client.generation
             os.kill(process_of(log), signal.SIGKILL)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 while client.generation == generation:
                     await wait_ready(client, "code2wav")
     await one.close()

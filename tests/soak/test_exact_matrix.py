@@ -2,6 +2,7 @@
 disturbance and all of them; and each defect really in the context while the session goes on."""
 
 from collections.abc import AsyncIterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from support.exact_session import (
     World,
     engine,
     make_world,
+    plans_for,
     talk,
     talk_badly,
 )
@@ -82,11 +84,32 @@ async def test_undisturbed_conversations_have_the_logits_of_the_reference(
 async def test_disturbed_conversations_are_the_undisturbed_ones(
     kinds: tuple[str, ...], world: World, calm: dict[str, Talk], reference: Reference
 ) -> None:
+    """And each defect in what was rebuilt is noticed, in every conversation behind every kind."""
     number = MATRIX.index(kinds)
-    talks = await talk_badly(world, CASTS, UNITS, label=f"bad-{number}", kinds=kinds, seed=number)
+    _, plans = plans_for(CASTS, kinds, UNITS, number)
+    behind = {f"bad-{number}-{name}": plan.behind() for name, plan in plans.items()}
+    talks = await talk_badly(
+        world,
+        CASTS,
+        UNITS,
+        label=f"bad-{number}",
+        kinds=kinds,
+        seed=number,
+        shadowed=lambda session, unit: unit in behind[session],
+    )
     for name, one in talks.items():
+        script = world.script_of(one.cast)
+        known = decided(one, script, reference)
         print(name, equals_talk(one, calm[name], reference))
-        print(name, equals_reference(one, world.script_of(one.cast), world.language, reference))
+        print(name, equals_reference(one, script, world.language, reference, known))
+        for unit, defect in product(plans[name].behind(), Defect):
+            spoilt = one.spoilt(unit, defect)
+            with pytest.raises(NotExact) as noticed:
+                equals_reference(spoilt, script, world.language, reference, known[: unit - 1])
+            assert noticed.value.unit == unit
+            with pytest.raises(NotExact) as noticed:
+                equals_talk(spoilt, calm[name].until(unit), reference)
+            assert noticed.value.unit == unit
         causes = {unit.rebuild_cause for unit in one.units}
         for kind in kinds:
             # An eviction is to a session what the loss of an engine is to its one stream.

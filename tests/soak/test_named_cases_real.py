@@ -5,6 +5,7 @@ tapes of all sessions are checked from outside at the end.
 """
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 MODES = ("off", "basic", "context")
 SLIDING = ("basic", "context")
 UNIT_BYTES = 2 * 16_000
+VOICE_POSITIONS = 60
+"""The clip of the checkpoint's own voice: six seconds."""
+VOICE_MARKERS = 3
+"""A line feed and what opens the clip; what closes it."""
+NAMED_VOICES = len(SLIDING) * 3
+UNIT_ID = 1
+"""What stands for a row of a clip in recorded layouts."""
 SMALL = {
     "off": {"mode": "off"},
     "basic": {"mode": "basic", "basicWindowHighTokens": 600, "basicWindowLowTokens": 400},
@@ -45,8 +53,10 @@ def taped(bed: Bed, tapes: Path) -> Iterator[LocalSidecar]:
     sidecar.stop()
 
 
-def spec(window: dict[str, Any], *, camera: bool) -> str:
-    return manifest(window=window, **({"camera": {"framesPerUnit": 1}} if camera else {}))
+def spec(window: dict[str, Any], *, camera: bool, voice: str | None = None) -> str:
+    """voice: named, so that its reference clip stands in the prompt."""
+    named = {"voice": {"name": voice}} if voice else {}
+    return manifest(window=window, **named, **({"camera": {"framesPerUnit": 1}} if camera else {}))
 
 
 def a_frame(number: int) -> str:
@@ -66,22 +76,37 @@ async def talk(client: RealtimeClient, units: int, *, camera: bool, every: int =
     assert client.heard.errors == []
 
 
+def said_by(client: RealtimeClient) -> list[tuple[str, int, int]]:
+    """Of each unit: what was decided, how long the answer is and its prompt was."""
+    return [(u["decision"], u["tokens"], u["window_tokens"]) for u in client.heard.units]
+
+
+@pytest.mark.parametrize("voice", [None, "default"], ids=["no voice", "reference voice"])
 @pytest.mark.parametrize("mode", SLIDING)
-async def test_short_input_then_a_new_session(taped: LocalSidecar, mode: str) -> None:
-    async with conversing(taped, spec({"mode": mode}, camera=False), "alone") as client:
+async def test_short_input_then_a_new_session(
+    taped: LocalSidecar, mode: str, voice: str | None
+) -> None:
+    terms = spec({"mode": mode}, camera=False, voice=voice)
+    async with conversing(taped, terms, "alone") as client:
         await talk(client, 20, camera=False)
-        alone = client.heard.units
+        alone = said_by(client)
         sound = client.heard.audio_bytes
-    async with conversing(taped, spec({"mode": mode}, camera=False), "short") as client:
+    async with conversing(taped, terms, "short") as client:
         await client.append(speech(0.4))
         await client.send({"type": "input_audio_buffer.commit"})
         await client.until_unit(1)
+        assert said_by(client)[0][2] == alone[0][2], "the same context, and 0.4 s are one unit"
         await client.close_session()
-    async with conversing(taped, spec({"mode": mode}, camera=False), "next") as client:
+    async with conversing(taped, terms, "next") as client:
         await talk(client, 20, camera=False)
         assert client.heard.audio_bytes == sound > 0
-        said = [(unit["decision"], unit["tokens"]) for unit in client.heard.units]
-        assert said == [(unit["decision"], unit["tokens"]) for unit in alone]
+        assert said_by(client) == alone
+    if voice:
+        async with conversing(taped, spec({"mode": mode}, camera=False), "plain") as client:
+            await client.append(speech(1))
+            await client.until_unit(1)
+            longer = alone[0][2] - client.heard.units[0]["window_tokens"]
+            assert longer == VOICE_POSITIONS + VOICE_MARKERS
 
 
 @pytest.mark.parametrize("camera", [False, True], ids=["audio", "camera"])
@@ -128,9 +153,16 @@ def test_what_all_of_them_did_is_what_they_should_have_done(
 ) -> None:
     taped.stop()
     taken = sorted(tapes.glob("*.tape.jsonl"))
-    assert len(taken) == 22
+    assert len(taken) == 30
     report = record(taken, tmp_path / "traces")
     assert (report.left_out, report.findings) == ((), ())
     assert {path.stem for path, _ in report.files} == set(RECORDED)
     for path, _ in report.files:
         assert check_file(path).differences == ()
+    with (tmp_path / "traces" / "layout_sessions.jsonl").open() as lines:
+        layouts = [json.loads(line) for line in lines]
+    clips = [layout["ref_samples"] for layout in layouts if layout["ref_samples"] is not None]
+    assert clips == [VOICE_POSITIONS * 1_600] * NAMED_VOICES
+    for layout in layouts:
+        placed = [count for id_, count in layout["context_layout"] if id_ == UNIT_ID]
+        assert placed == ([VOICE_POSITIONS] if layout["ref_samples"] else [])

@@ -211,8 +211,11 @@ def write_credentials(folder: Path, port: int) -> None:
         file.write_bytes(content)
 
 
-def make_identity(name: str, authority: Identity | None, organization: str = "") -> Identity:
-    """A certificate for both ends of TLS, or an authority if there is none above it."""
+def make_identity(
+    name: str, authority: Identity | None, organization: str = "", hosts: Sequence[str] = ()
+) -> Identity:
+    """A certificate for both ends of TLS, good on loopback and for these hosts, or an authority if
+    there is none above it."""
     key = ec.generate_private_key(ec.SECP256R1())
     parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
     if organization:
@@ -239,7 +242,7 @@ def make_identity(name: str, authority: Identity | None, organization: str = "")
     if authority is not None:
         usages = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
         loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        names = [x509.DNSName("localhost"), loopback]
+        names = [*map(x509.DNSName, ("localhost", *hosts)), loopback]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return Identity(key, builder.sign(signer, hashes.SHA256()))

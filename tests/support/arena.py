@@ -10,7 +10,8 @@ from support.sidecars import Bed, get
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 
 MAX_MODEL_TOKENS = 512
-LEDGER_HOLD_S = 2.0
+LEDGER_HOLD_S = 5.0
+"""A disk that takes its time is no outage."""
 STAGES_TIMEOUT_S = 240.0
 
 

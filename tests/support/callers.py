@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+import ssl
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
-from support.kube import Json, Kube
+from support.kube import Json, Kube, KubeError
 from support.material import speech
 from support.releases import RELEASE, Voice
 from websockets.asyncio.client import connect
@@ -98,8 +100,19 @@ class Caller:
 
         return await self.until(speaking, f"a sentence after unit {after_unit}")
 
-    def assert_whole(self) -> None:
-        """Every unit and every numbered event once and in order, over one connection."""
+    async def hang_up(self) -> None:
+        """Without a word, as a client whose network is gone."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, ConversationFailed):
+            await self.task
+
+    def dial_again(self) -> None:
+        """After `hang_up`: goes on behind what it has had."""
+        self.task = asyncio.create_task(self.conversation.run())
+        self.task.add_done_callback(lambda _: self.came.set())
+
+    def assert_whole(self, connections: int = 1) -> None:
+        """Every unit and every numbered event once and in order, over that many connections."""
         numbers = [unit["unit"] for unit in self.talk.units]
         assert numbers == list(range(1, len(numbers) + 1))
         sequences = [
@@ -107,7 +120,7 @@ class Caller:
         ]
         assert sequences == list(range(1, len(sequences) + 1))
         assert self.talk.repeated == 0
-        assert self.talk.resumes == []
+        assert len(self.talk.resumes) == connections - 1
         assert self.talk.errors == []
 
 
@@ -118,32 +131,91 @@ async def calling(
     """A client that speaks until this context ends, or until it has said that many seconds and
     closed the session."""
     named = ticket(voice.cluster, session, namespace or voice.namespace)
-    with voice.cluster.port_forward(f"service/{RELEASE}-gateway", 80, voice.namespace) as port:
-        events: list[Json] = []
-        came = asyncio.Event()
-
-        def take(event: Json) -> None:
-            events.append(event)
-            came.set()
-
-        url = f"http://127.0.0.1:{port}/v1"
-        conversation = Conversation(
-            url, named.uid, named.token, speech(seconds), redial_for_s=30.0, on_event=take
-        )
-        task = asyncio.create_task(conversation.run())
-        task.add_done_callback(lambda _: came.set())
-        try:
-            yield Caller(conversation, task, events, came)
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError, ConversationFailed):
-                await task
+    with gateway_port(voice) as port:
+        tls = trusting(voice)
+        url = f"http{'s' if tls else ''}://127.0.0.1:{port}/v1"
+        async with speaking(url, named, seconds, tls) as caller:
+            yield caller
 
 
-async def turned_away(url: str, token: str) -> tuple[str, int]:
+@contextmanager
+def gateway_port(voice: Voice) -> Generator[int]:
+    """A loopback port that leads to the gateway's Service."""
+    service, port = f"service/{RELEASE}-gateway", 443 if voice.authority else 80
+    with voice.cluster.port_forward(service, port, voice.namespace) as local:
+        yield local
+
+
+@asynccontextmanager
+async def lasting_gateway_port(voice: Voice) -> AsyncGenerator[int]:
+    """A loopback port that leads to whichever gateway there is when somebody connects: a forward of
+    its own for each connection, as `kubectl port-forward` of a Service ends with its first pod."""
+    forwards = ThreadPoolExecutor(4)
+
+    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(2**16):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack, suppress(KubeError, OSError):
+            stack.callback(writer.close)
+            forward = gateway_port(voice)
+            port = await loop.run_in_executor(forwards, stack.enter_context, forward)
+            onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(carry(reader, onward_writer), carry(onward_reader, writer))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        forwards.shutdown(wait=False, cancel_futures=True)
+
+
+def trusting(voice: Voice) -> ssl.SSLContext | None:
+    """What a client needs to believe the gateway; None: that speaks no TLS."""
+    return ssl.create_default_context(cadata=voice.authority) if voice.authority else None
+
+
+def realtime_url(voice: Voice, port: int, session: str) -> str:
+    """port: of `gateway_port`. session: its uid."""
+    scheme = "wss" if voice.authority else "ws"
+    return f"{scheme}://127.0.0.1:{port}/v1/realtime?model=duplex&session={session}"
+
+
+@asynccontextmanager
+async def speaking(
+    url: str, named: Ticket, seconds: float = LONGEST_TALK_S, tls: ssl.SSLContext | None = None
+) -> AsyncGenerator[Caller]:
+    """url: of a gateway, up to /v1."""
+    events: list[Json] = []
+    came = asyncio.Event()
+
+    def take(event: Json) -> None:
+        events.append(event)
+        came.set()
+
+    conversation = Conversation(
+        url, named.uid, named.token, speech(seconds), redial_for_s=30.0, tls=tls, on_event=take
+    )
+    task = asyncio.create_task(conversation.run())
+    task.add_done_callback(lambda _: came.set())
+    caller = Caller(conversation, task, events, came)
+    try:
+        yield caller
+    finally:
+        await caller.hang_up()
+
+
+async def turned_away(url: str, token: str, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
     """The one error that such a client gets, and the close code behind it."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with connect(url, additional_headers=headers, open_timeout=OPEN_TIMEOUT_S) as socket:
+    opening = connect(url, additional_headers=headers, ssl=tls, open_timeout=OPEN_TIMEOUT_S)
+    async with opening as socket:
         error: Json = json.loads(await socket.recv())["error"]
         with pytest.raises(ConnectionClosed) as closed:
             await socket.recv()

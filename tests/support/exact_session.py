@@ -460,6 +460,12 @@ class Plan:
     stops: list[int] = field(default_factory=list[int])
     """One for each disturbance that all conversations share, in order."""
 
+    def behind(self) -> tuple[int, ...]:
+        """Units whose context is made after each disturbance, and after one eviction: that of the
+        first unit behind a disturbance may have been made before it."""
+        evicted = self.evictions[len(self.evictions) // 2 :][:1]
+        return tuple(unit + 2 for unit in (*self.stops, *evicted))
+
 
 def plan_for(kinds: Sequence[str], units: int, random_: random.Random) -> tuple[list[str], Plan]:
     """The disturbances that all conversations share, spread over the units, and this one's units
@@ -475,6 +481,18 @@ def plan_for(kinds: Sequence[str], units: int, random_: random.Random) -> tuple[
     return shared, Plan(sorted(random_.sample(free, count)), stops)
 
 
+def plans_for(
+    casts: Sequence[Cast], kinds: Sequence[str], units: int, seed: int
+) -> tuple[list[str], dict[str, Plan]]:
+    """What `talk_badly` does: the shared disturbances, and the plan of each conversation."""
+    random_ = random.Random(seed)
+    plans: dict[str, Plan] = {}
+    shared: list[str] = []
+    for cast in casts:
+        shared, plans[cast.name] = plan_for(kinds, units, random_)
+    return shared, plans
+
+
 async def talk_badly(
     world: World,
     casts: Sequence[Cast],
@@ -488,11 +506,7 @@ async def talk_badly(
     """The same conversations while streams are evicted, the engine is killed, the replica dies
     under them and a later one parks them for yet another to wake."""
     tapes: Tapes = {}
-    random_ = random.Random(seed)
-    plans: dict[str, Plan] = {}
-    shared: list[str] = []
-    for cast in casts:
-        shared, plans[cast.name] = plan_for(kinds, units, random_)
+    shared, plans = plans_for(casts, kinds, units, seed)
     async with contextlib.AsyncExitStack() as stack:
         here = await stack.enter_async_context(world.replica(tapes, shadowed=shadowed))
         speakers = [await open_speaker(here, cast, label) for cast in casts]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from support.fault_cells import SECOND_UNIT, Cell
 from support.resp_proxy import Deed, Plan, Seen
+from support.standstill import Standstill
 
 SHORT_S = 0.5
 POLL_S = 0.05
@@ -241,6 +242,11 @@ MOMENTS = (
 async def hold_cell(cell: Cell, fault: Fault, moment: Moment) -> None:
     """The whole of it: returns when both conversations are over, with everything of both there and
     no silence longer than it may be."""
+    with Standstill() as stood:
+        await _hold(cell, fault, moment, stood)
+
+
+async def _hold(cell: Cell, fault: Fault, moment: Moment, stood: Standstill) -> None:
     talking = [asyncio.create_task(cell.accompany(person)) for person in cell.people]
     try:
         await moment.reached(cell)
@@ -263,5 +269,6 @@ async def hold_cell(cell: Cell, fault: Fault, moment: Moment) -> None:
         assert person.units_done == set(range(1, cell.world.units + 1))
         touched = person is cell.struck or not fault.of_one
         allowed_s = cell.world.slack_s + (over_s if touched else 0.0)
+        allowed_s += stood.between_s(began_s, time.monotonic())
         assert person.longest_silence_s(began_s) <= allowed_s
         assert touched or person.dialled == 1

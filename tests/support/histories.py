@@ -41,7 +41,7 @@ from duplex_sidecar.session.port import Attachment
 AHEAD_UNITS = 2
 """So many seconds are sent beyond the last one that was acknowledged."""
 RETRY_S = 0.02
-WAIT_S = 30.0
+WAIT_S = 60.0
 END = "session_ended"
 
 MakeStages = Callable[[], Awaitable[Stages]]

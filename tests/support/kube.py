@@ -173,9 +173,7 @@ class Kube:
     def namespace(self, prefix: str = "test", enforce: str = "restricted") -> Generator[str]:
         """A new namespace under a level of Pod Security; deleted, without waiting, at the end."""
         name = f"{prefix}-{secrets.token_hex(4)}"
-        labels = {f"{POD_SECURITY}/enforce": enforce}
-        document = {"metadata": {"name": name, "labels": labels}}
-        self.create({"apiVersion": "v1", "kind": "Namespace", **document})
+        self.create(restricted_namespace(name, enforce))
         try:
             until(
                 lambda: self.find("serviceaccount", "default", name) is not None,
@@ -293,6 +291,12 @@ def quiet_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
+
+
+def restricted_namespace(name: str, enforce: str = "restricted") -> Json:
+    """A namespace under a level of Pod Security."""
+    labels = {f"{POD_SECURITY}/enforce": enforce}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
 
 
 def reserve_port() -> socket.socket:

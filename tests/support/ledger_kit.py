@@ -159,13 +159,21 @@ class Writer:
         self.head = head
 
     @classmethod
-    async def create(cls, ledger: Ledger, session: str, replica: str = "replica-a") -> "Writer":
+    async def create(
+        cls,
+        ledger: Ledger,
+        session: str,
+        replica: str = "replica-a",
+        *,
+        retention_ms: int | None = None,
+    ) -> "Writer":
         head = await ledger.create(
             opening_draft(session),
             replica=replica,
             token_sha256="0" * 64,
             state=state_after(0),
             reference_rows=(noise("reference", 160),),
+            retention_ms=retention_ms,
         )
         return cls(ledger, await ledger.acquire(session, replica), head)
 

@@ -80,7 +80,14 @@ class Place:
         }
         await self.user.create(POOLS, self.namespace, body)
 
-    async def make_pod(self, name: str, *, slots: int = 2, node: str = "") -> StandInSidecar:
+    async def make_pod(
+        self,
+        name: str,
+        *,
+        slots: int = 2,
+        node: str = "",
+        kind: type[StandInSidecar] = StandInSidecar,
+    ) -> StandInSidecar:
         """A pod object that claims to run, and its sidecar, which does."""
         number = next(_ADDRESSES)
         host = f"{_NET}.{number // 250}.{number % 250 + 1}"
@@ -114,7 +121,7 @@ class Place:
             "podIPs": [{"ip": host}],
             "conditions": [{"type": "Ready", "status": "True"}],
         }
-        sidecar = StandInSidecar(self.redis_url, uid, ADMIN_TOKEN, host, slots=slots)
+        sidecar = kind(self.redis_url, uid, ADMIN_TOKEN, host, slots=slots)
         await sidecar.start(ADMIN_PORT)
         key = ObjectKey(self.namespace, name)
         await self.user.patch(PODS, key, {"status": status}, version=None, subresource="status")

@@ -5,7 +5,7 @@ import base64
 import json
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,9 @@ class RealtimeClient:
                 return unit
         return await self.until("duplex.unit", lambda unit: unit["unit"] >= number, timeout_s)
 
-    async def refused(self, event: Json | str | bytes, timeout_s: float = 10.0) -> Json:
+    async def refused(
+        self, event: Json | str | bytes, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Json:
         """Send an event and return the error that answers it."""
         await self.send(event)
         return (await self.until("error", timeout_s=timeout_s))["error"]
@@ -151,6 +153,14 @@ class RealtimeClient:
                     await self.next(timeout_s)
         except ConnectionClosed as closed:
             return close_of(closed)
+
+    async def cut_off_by_many(self, event: Json | str | bytes, times: int) -> int:
+        """Send what the server closes the connection for when it comes again and again; it may do
+        so before it has all of them. Its close code."""
+        with suppress(Gone):
+            for _ in range(times):
+                await self.send(event)
+        return (await self.until_closed())[0]
 
     async def cut_off_by(self, event: Json | str | bytes) -> int:
         """Send what the server closes the connection for. Its close code."""

@@ -5,10 +5,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 from redis import Redis
+from support.api_servers import make_identity
 from support.clusters import OwnCluster
 from support.kube import Json, Kube, until
 from support.sidecar_pods import (
@@ -19,6 +21,10 @@ from support.sidecar_pods import (
     share_program,
 )
 
+from duplex_sidecar.checkpoint.config import read_config
+from duplex_sidecar.checkpoint.tiny import make_tiny
+from duplex_sidecar.checkpoint.voice import seeded_voice, write_voice
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.ledger.embedded import server_binary
 from duplex_sidecar.ledger.keys import session_keys
 from scripts.cluster import ROOT
@@ -32,7 +38,18 @@ INSTALL_TIMEOUT_S = 300
 GONE_TIMEOUT_S = 150
 """An operator erases a ledger for 30 s at most before it lets a session go."""
 RELEASE = "talk"
+TLS_SECRET = "voice-tls"
+VOICES_CLAIM = "voices"
+VOLUME_VOICE = "partner"
 SIDECARS = "app.kubernetes.io/component=sidecar"
+
+
+@dataclass(frozen=True, slots=True)
+class Charts:
+    """Folders or packages, as Helm takes them."""
+
+    kinds: Path = CHARTS / "duplex-crds"
+    release: Path = CHARTS / "duplex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,8 @@ class Voice:
     cluster: OwnCluster
     namespace: str
     pool: str
+    authority: str = ""
+    """Who signed the gateway's certificate, in PEM; empty: it speaks no TLS."""
 
     def await_free(self, slots: int) -> None:
         """Until that many sessions would be placed at once."""
@@ -60,22 +79,39 @@ class Voice:
 
 @contextmanager
 def running_voice(
-    cluster: OwnCluster, pods: int = 2, resources: Mapping[str, Mapping[str, str]] | None = None
+    cluster: OwnCluster,
+    pods: int = 2,
+    resources: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    tls: bool = False,
+    voices: Path | None = None,
+    charts: Charts | None = None,
+    slots: int = 1,
 ) -> Generator[Voice]:
-    """Of that many pods with one slot each. Begins when they take sessions. resources: requests
-    and limits of each sidecar that are different from the example's."""
+    """Of that many pods with so many slots each. Begins when they take sessions.
+
+    resources: requests and limits of each sidecar that are different from the example's. tls: of
+    the gateway. voices: a folder that is the pool's volume of voices. charts: default: as they are
+    in this checkout.
+    """
+    charts = charts or Charts()
     load_images(cluster)
-    install_kinds(cluster)
+    install_kinds(cluster, charts)
     with cluster.namespace("voice") as namespace:
-        install(cluster, namespace)
+        authority = make_gateway_certificate(cluster, namespace) if tls else ""
+        values = (f"gateway.tlsSecretName={TLS_SECRET}",) if tls else ()
+        install(cluster, namespace, values, charts)
         try:
-            pool = cpu_pool(cluster, namespace, replicas=pods, slots=1)
+            pool = cpu_pool(cluster, namespace, replicas=pods, slots=slots)
+            if voices is not None:
+                cluster.share(namespace, {VOICES_CLAIM: voices})
+                pool["spec"]["voices"] = {"claimName": VOICES_CLAIM}
             (sidecar,) = pool["spec"]["template"]["spec"]["containers"]
             for kind, amounts in (resources or {}).items():
                 sidecar["resources"][kind] |= amounts
             cluster.apply(pool, namespace)
-            voice = Voice(cluster, namespace, pool["metadata"]["name"])
-            voice.await_free(pods)
+            voice = Voice(cluster, namespace, pool["metadata"]["name"], authority)
+            voice.await_free(pods * slots)
             yield voice
         finally:
             uninstall(cluster, namespace)
@@ -91,29 +127,63 @@ def load_images(cluster: OwnCluster) -> None:
     load_sidecar_image(cluster)
 
 
-def install_kinds(cluster: OwnCluster) -> None:
+def install_kinds(cluster: OwnCluster, charts: Charts | None = None) -> None:
     """The chart of the kinds, also where they are already."""
     cluster.helm(
-        *("upgrade", "--install", "duplex-crds", str(CHARTS / "duplex-crds")),
+        *("upgrade", "--install", "duplex-crds", str((charts or Charts()).kinds)),
         *("-n", "default", "--take-ownership"),
     )
     cluster.await_kinds()
 
 
-def install(cluster: OwnCluster, namespace: str, values: Sequence[str] = ()) -> None:
+def install(
+    cluster: OwnCluster,
+    namespace: str,
+    values: Sequence[str] = (),
+    charts: Charts | None = None,
+) -> None:
     """The chart, with a trial ledger. values: more for `--set`, one NAME=VALUE each."""
     given = (f"trialLedger.image={LEDGER_IMAGE}", *values)
     cluster.helm(
-        *("install", RELEASE, str(CHARTS / "duplex"), "-n", namespace, "--wait"),
+        *("install", RELEASE, str((charts or Charts()).release), "-n", namespace, "--wait"),
         f"--timeout={INSTALL_TIMEOUT_S}s",
         *(part for value in given for part in ("--set", value)),
         timeout_s=INSTALL_TIMEOUT_S + 10,
     )
 
 
+def make_gateway_certificate(cluster: OwnCluster, namespace: str) -> str:
+    """The Secret TLS_SECRET, for the Service of the release and for loopback. Returns who signed
+    it, in PEM."""
+    authority = make_identity("voice-test-ca", None)
+    host = f"{RELEASE}-gateway.{namespace}.svc"
+    made = make_identity("gateway", authority, hosts=(host,))
+    secret: Json = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": {"name": TLS_SECRET},
+        "stringData": {
+            "tls.crt": made.certificate_pem().decode(),
+            "tls.key": made.key_pem().decode(),
+        },
+    }
+    cluster.create(secret, namespace)
+    return authority.certificate_pem().decode()
+
+
 def uninstall(cluster: OwnCluster, namespace: str) -> None:
-    command = ("uninstall", RELEASE, "-n", namespace, "--wait")
+    """Also where it is gone already."""
+    command = ("uninstall", RELEASE, "-n", namespace, "--wait", "--ignore-not-found")
     cluster.helm(*command, timeout_s=INSTALL_TIMEOUT_S)
+
+
+def write_volume_voice(folder: Path) -> None:
+    """The voice VOLUME_VOICE for a pool's volume. The checkpoint has none of that name."""
+    make_tiny(default_checkpoint(), cache_dir=default_cache_dir())
+    config = read_config(default_checkpoint()).token2wav
+    path = folder / f"{VOLUME_VOICE}.safetensors"
+    write_voice(path, seeded_voice(VOLUME_VOICE, 100, 11, config))
 
 
 def example(name: str) -> Json:

@@ -48,8 +48,9 @@ class Bed:
 
     def spans(self) -> list[dict[str, Any]]:
         """Everything that has arrived at the sink."""
-        lines = self.spans_file.read_text().splitlines()
-        return [span for line in lines for span in spans_of(json.loads(line))]
+        return [
+            span for line in whole_lines(self.spans_file) for span in spans_of(json.loads(line))
+        ]
 
     def close(self) -> None:
         for sidecar in self.sidecars:
@@ -65,6 +66,11 @@ def make_bed(checkpoint: Path) -> Bed:
     sink = OtlpSink(work / "spans.jsonl", None)
     sink.__enter__()
     return Bed(checkpoint, work, EmbeddedValkey(work / "ledger"), sink)
+
+
+def whole_lines(file: Path) -> list[str]:
+    """Of a file that is just being written to: without the part of a line at its end."""
+    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def spans_of(export: dict[str, Any]) -> list[dict[str, Any]]:
@@ -96,7 +102,7 @@ def _value(value: dict[str, Any]) -> Any:
 def get(sidecar: LocalSidecar, path: str) -> tuple[int, str]:
     """(status, body) of a GET."""
     try:
-        with urllib.request.urlopen(f"{sidecar.base_url}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{sidecar.base_url}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

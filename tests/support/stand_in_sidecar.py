@@ -98,8 +98,8 @@ class StandInSidecar:
         self.refuse: dict[str, tuple[int, str]] = {}
         """Verb -> (status, code): answered instead of obeying."""
         self.prepared: dict[str, StandInSession] = {}
-        self.hand_over_s = 0.0
-        """How long it waits for a turn's end."""
+        self.hand_overs_together: asyncio.Barrier | None = None
+        """So many orders to hand over wait for each other."""
         self.keeps: set[str] = set()
         """Sessions that it does not end when told to, and says so."""
         self.broken: set[str] = set()
@@ -149,12 +149,12 @@ class StandInSidecar:
     def attach(self, uid: str) -> None:
         session = self.sessions[uid]
         session.attached, session.phase = True, "active"
-        self._say(session.line())
+        self._say(self.line(session))
 
     def talk(self, uid: str, units: int) -> None:
         session = self.sessions[uid]
         session.units += units
-        self._say(session.line())
+        self._say(self.line(session))
 
     async def end(self, uid: str, reason: str) -> None:
         await self._over(uid, "ended", reason)
@@ -182,6 +182,10 @@ class StandInSidecar:
         if name in self.refuse:
             return _refuse(*self.refuse[name])
         await self._speaks.wait()
+        return await self.obey(request, handler)
+
+    async def obey(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """What another release answers otherwise."""
         return cast(web.StreamResponse, await handler(request))
 
     async def _put(self, request: web.Request) -> web.Response:
@@ -195,6 +199,10 @@ class StandInSidecar:
             return _refuse(503, "draining" if self.draining else "not_ready")
         if session is None and self.free_slots <= 0:
             return _refuse(429, "no_slot")
+        if session is None and body.get("resume"):
+            known = cast("Awaitable[int]", self._redis.exists(_meta(uid)))
+            if not await known:
+                return _refuse(410, "ledger_lost")
 
         def acquire() -> Awaitable[str]:
             arguments = (_meta(uid), str(fence), self.replica, str(LEASE_MS))
@@ -211,7 +219,7 @@ class StandInSidecar:
             session.voice_file = base64.b64decode(body.get("voiceFile", ""))
             self.sessions[uid] = session
         session.fence, session.token_sha256 = fence, body["tokenHash"]
-        self._say(session.line())
+        self._say(self.line(session))
         return web.json_response({"session": uid, "phase": session.phase, "fence": fence})
 
     async def _delete(self, request: web.Request) -> web.Response:
@@ -248,7 +256,8 @@ class StandInSidecar:
         """Its last write makes the lease the target's, which looks for that."""
         uid = request.match_info["uid"]
         body = await request.json()
-        await asyncio.sleep(self.hand_over_s)
+        if self.hand_overs_together is not None:
+            await self.hand_overs_together.wait()
         session = self.sessions.pop(uid, None)
         if session is None:
             return _refuse(404, "session_not_found")
@@ -257,7 +266,7 @@ class StandInSidecar:
         fields = {"fence": str(fence), "nonce": target, "replica": target, "until": str(until)}
         await cast("Awaitable[int]", self._redis.hset(_meta(uid), mapping=fields))
         session.phase, session.reason = "gone", "handed_over"
-        self._say(session.line())
+        self._say(self.line(session))
         return web.json_response({"handedOver": True, "fence": fence})
 
     async def _look(self) -> None:
@@ -268,7 +277,7 @@ class StandInSidecar:
                 holder = await cast("Awaitable[list[str | None]]", found)
                 if holder == [self.replica, str(session.fence)]:
                     self.sessions[uid] = self.prepared.pop(uid)
-                    self._say(session.line())
+                    self._say(self.line(session))
 
     async def _drain(self, _: web.Request) -> web.Response:
         self.draining = True
@@ -302,9 +311,9 @@ class StandInSidecar:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(100_000)
-        queue.put_nowait(self._hello())
+        queue.put_nowait(self.hello())
         for session in self.sessions.values():
-            queue.put_nowait(session.line())
+            queue.put_nowait(self.line(session))
         queue.put_nowait({"kind": "beat"})
         self._feeds.add(queue)
         try:
@@ -323,7 +332,7 @@ class StandInSidecar:
     def free_slots(self) -> int:
         return self.slots - len(self.sessions)
 
-    def _hello(self) -> dict[str, Any]:
+    def hello(self) -> dict[str, Any]:
         return {
             "kind": "hello",
             "replica": self.replica,
@@ -334,8 +343,12 @@ class StandInSidecar:
             "freeSlots": self.free_slots,
             "draining": self.draining,
             "ready": self.ready,
+            "understands": ["resume"],
             "aFieldOfTheNextRelease": 1,
         }
+
+    def line(self, session: StandInSession) -> dict[str, Any]:
+        return session.line()
 
     def _pod_line(self) -> dict[str, Any]:
         return {
@@ -354,7 +367,7 @@ class StandInSidecar:
         session.phase, session.reason = phase, reason
         fields = {"phase": phase, "reason": reason, "until": "0", "nonce": ""}
         await cast("Awaitable[int]", self._redis.hset(_meta(uid), mapping=fields))
-        self._say(session.line())
+        self._say(self.line(session))
 
     async def _beat(self) -> None:
         while True:

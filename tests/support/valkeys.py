@@ -4,7 +4,6 @@ a cluster of one node."""
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -14,9 +13,11 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
+from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.embedded import server_binary
 
-START_S = 15.0
+START_S = 90.0
+"""A Sentinel that stood still for two seconds decides nothing for the next thirty."""
 SLOTS = 16_384
 
 
@@ -44,7 +45,7 @@ class ValkeyProcess:
 
     @property
     def client(self) -> "Redis":
-        return Redis(port=self.port, socket_timeout=5)
+        return Redis(port=self.port, socket_timeout=20)
 
     def start(self) -> None:
         common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
@@ -98,7 +99,7 @@ def primary_and_replica(folder: Path) -> Generator[tuple[ValkeyProcess, ValkeyPr
         wait_until(lambda: connected_replicas(primary) == 1)
         with primary.client as client:  # the first confirmation after a sync takes a second
             client.set("first", 1)
-            assert client.wait(1, 10_000) == 1
+            assert client.wait(1, round(1_000 * START_S)) == 1
         yield primary, replica
     finally:
         replica.kill()
@@ -115,7 +116,7 @@ def cluster_of_three(folder: Path) -> Generator[list[ValkeyProcess]]:
         for number in range(3):
             bus_ports.append(free_port())
             bus = ("--cluster-enabled", "yes", "--cluster-port", str(bus_ports[-1]))
-            node = ValkeyProcess(folder / str(number), *bus, "--cluster-node-timeout", "5000")
+            node = ValkeyProcess(folder / str(number), *bus, "--cluster-node-timeout", "30000")
             nodes.append(node)
             node.start()
         for number, node in enumerate(nodes):
@@ -151,9 +152,3 @@ def wait_until(condition: Callable[[], bool], within_s: float = START_S) -> None
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -31,11 +31,12 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Open:
     """Tell the placed pod's sidecar. dead_pod_uid: a pod that is proven dead and may still hold the
-    lease; empty for none."""
+    lease; empty for none. goes_on: it has a history, and must not begin without it."""
 
     pod_uid: str
     fence: int
     dead_pod_uid: str
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,10 @@ from duplex_operator.decide.facts import LedgerPhase, PodHealth, PodView, Sessio
 from duplex_operator.decide.status import (
     CONNECTED,
     ENDED,
+    LEDGER_REWOUND,
     PLACED,
     READY,
+    REWOUND_SENTENCE,
     RUNNING_PHASES,
     build_status,
     camel_reason,
@@ -55,6 +57,10 @@ _FINAL_REFUSALS = {
 }
 VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
+LEDGER_LOST = "ledger_lost"
+"""Code of the refusal to begin anew what was told to go on."""
+_RETENTION_PASSED = ("RetentionPassed", "its ledger was not used for its retention")
+_IDLE_TIMEOUT = ("IdleTimeout", "it had no input for its idleTimeout")
 _QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
 LEASE_MARGIN_MS = 10
@@ -129,6 +135,9 @@ def when_over(facts: SessionFacts) -> Action | None:
     refusal = facts.memory.refusal
     if refusal is not None and refusal.code == "session_ended":
         return _finish(facts, "Ended", refusal.message)
+    if refusal is not None and refusal.code == LEDGER_LOST:
+        sentence = "it had been talked to, and the ledger knows nothing of it any more"
+        return _finish(facts, "LedgerLost", sentence, warning=True)
     if facts.desired is not DesiredState.CLOSED:
         return None
     if runs_on := _runs_on(facts):
@@ -205,9 +214,11 @@ def _runs_on(facts: SessionFacts) -> str:
     return "" if dead else facts.placement.pod_uid
 
 
-def _finish(facts: SessionFacts, reason: str, sentence: str) -> Action:
+def _finish(
+    facts: SessionFacts, reason: str, sentence: str, *, warning: bool = False
+) -> WriteStatus:
     status = build_status(facts, SessionPhase.ENDED, reason, sentence, placement=None)
-    return WriteStatus(status, reason, sentence, event=True)
+    return WriteStatus(status, reason, sentence, event=True, warning=warning)
 
 
 def _write(
@@ -318,7 +329,7 @@ def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:
     """Its sidecar still lets the old token in: opening it again tells the new one."""
     live = facts.pod is not None and facts.pod.health is PodHealth.LIVE
     if facts.memory.token_untold and facts.token is not None and live:
-        return Open(placement.pod_uid, placement.fence, "")
+        return Open(placement.pod_uid, placement.fence, "", goes_on=has_history(facts))
     return None
 
 
@@ -338,7 +349,7 @@ def _absent(facts: SessionFacts, placement: Placement) -> Action:
     last = facts.session.status.last_placement
     elsewhere = last is not None and last.pod_uid != placement.pod_uid
     dead = last.pod_uid if last is not None and elsewhere else ""
-    return Open(placement.pod_uid, placement.fence, dead)
+    return Open(placement.pod_uid, placement.fence, dead, goes_on=has_history(facts))
 
 
 def _reflect(facts: SessionFacts, placement: Placement) -> Action:
@@ -358,6 +369,8 @@ def _reflect(facts: SessionFacts, placement: Placement) -> Action:
     due_ms = facts.memory.flushed_ms + facts.limits.counters_period_ms - facts.now_ms
     if only_counters(patch) and due_ms > 0:
         return Nothing(due_ms / 1000)
+    if said.ledger_rewound and condition_of(before, LEDGER_REWOUND) is None:
+        return WriteStatus(status, LEDGER_REWOUND, REWOUND_SENTENCE, event=True, warning=True)
     ready = condition_of(before, READY)
     first = ready is None or ready.status is not ConditionStatus.TRUE
     return WriteStatus(status, "Ready", sentence, event=first)
@@ -373,14 +386,22 @@ def _wakes(facts: SessionFacts) -> bool:
     return facts.memory.woken or facts.session.status.reason == REQUESTED
 
 
+def has_history(facts: SessionFacts) -> bool:
+    """Whether anything was said in it, as far as its status knows. Such a session is never begun
+    anew; one that lost nothing but its opening is."""
+    return bool(facts.session.status.units)
+
+
 def _stay_parked(facts: SessionFacts, reason: str, sentence: str) -> Action:
+    """Nobody writes to its ledger now: beyond its retention there is nothing to come back to."""
     parked_ms = since_ms(facts.session.status, PLACED) or facts.now_ms
-    bound = "retention" if facts.desired is DesiredState.PARKED else "idle_timeout"
-    left_ms = parked_ms + facts.lifecycle_ms(bound) - facts.now_ms
+    bounds = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
+    if facts.desired is not DesiredState.PARKED:
+        bounds.append((facts.lifecycle_ms("idle_timeout"), *_IDLE_TIMEOUT))
+    bound_ms, over, why = min(bounds)
+    left_ms = parked_ms + bound_ms - facts.now_ms
     if facts.session.status.phase is SessionPhase.PARKED and left_ms <= 0:
-        if bound == "retention":
-            return _finish(facts, "RetentionPassed", "its ledger was not used for its retention")
-        return _finish(facts, "IdleTimeout", "it had no input for its idleTimeout")
+        return _finish(facts, over, why)
     written = _write(facts, SessionPhase.PARKED, reason, sentence, event=True)
     return written or Nothing(max(left_ms, 1) / 1000)
 

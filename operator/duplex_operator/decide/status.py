@@ -24,6 +24,8 @@ CONNECTED = "Connected"
 LEDGER_DURABLE = "LedgerDurable"
 KEEPING_PACE = "KeepingPace"
 WINDOW_HEALTHY = "WindowHealthy"
+LEDGER_REWOUND = "LedgerRewound"
+"""Only there once it has happened, and then for good: what was lost does not come back."""
 ENDED = "Ended"
 
 RUNNING_PHASES = frozenset((SessionPhase.READY, SessionPhase.ACTIVE))
@@ -52,6 +54,9 @@ def build_status(
     window = facts.verdict.window if isinstance(facts.verdict, Accepted) else before.window
     moved = before.placement is not None and before.placement != placement
     counters: dict[str, Any] = {}
+    if phase is SessionPhase.PARKED and facts.said is not None and facts.said.units:
+        # Before they were due as counters, maybe: whether it has a history is seen by them.
+        counters = {"units": facts.said.units}
     if said is not None:
         rebuilt = said.last_rebuild
         counters = {
@@ -168,6 +173,7 @@ def _conditions(
         ),
         (READY, _TRUE if running else _FALSE, "SessionReady" if running else reason, sentence),
         *_running_conditions(facts, running, str(phase)),
+        *((_REWOUND,) if _is_rewound(facts) else ()),
         *(((ENDED, _TRUE, reason, sentence),) if phase is SessionPhase.ENDED else ()),
     ):
         before = condition_of(facts.session.status, name)
@@ -193,6 +199,7 @@ def _words(said: FeedSession) -> tuple[object, ...]:
         said.attached,
         said.keeping_pace,
         said.ledger_durable,
+        said.ledger_rewound,
         _is_slow(said),
     )
 
@@ -202,6 +209,13 @@ def _is_slow(said: FeedSession) -> bool:
 
 
 _Row = tuple[str, ConditionStatus, str, str]
+REWOUND_SENTENCE = "the ledger lost what a client had seen; the conversation goes on from the rest"
+_REWOUND: _Row = (LEDGER_REWOUND, _TRUE, "EventsLost", REWOUND_SENTENCE)
+
+
+def _is_rewound(facts: SessionFacts) -> bool:
+    said = facts.said is not None and facts.said.ledger_rewound
+    return said or condition_of(facts.session.status, LEDGER_REWOUND) is not None
 
 
 def _accepted(facts: SessionFacts) -> _Row:

@@ -13,8 +13,10 @@ GET    /admin/v1/feed                     what happens here, as JSON lines
 """
 
 import asyncio
+import logging
+import re
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -49,10 +51,14 @@ from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 from duplex_sidecar.session.registry import Claim, SessionRegistry, name_complaint
 
+log = logging.getLogger(__name__)
+
 MAX_MANIFEST_CHARACTERS = 256 * 1024
 MAX_GRACE_S = 3600.0
 MAX_HAND_OVER_GRACE_S = 20.0
 """Below the time that an offer holds."""
+MOST_TOLD_FIELDS = 8
+_FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 _HTTP_STATUS = {
     ErrorCode.UNAUTHORIZED: 403,
     ErrorCode.SESSION_NOT_FOUND: 404,
@@ -69,6 +75,7 @@ _REFUSAL_STATUS = {
     Refusal.DRAINING: 503,
     Refusal.SESSION_BUSY: 409,
     Refusal.NOT_PREPARED: 409,
+    Refusal.LEDGER_LOST: 410,
 }
 _MANIFEST_ERRORS = (ManifestError, WindowConfigError, UnknownPresetError, UnservedManifestError)
 
@@ -84,7 +91,22 @@ SessionName = Annotated[str, Depends(_session_name)]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    """Fields of a newer release are ignored, as they are in answers: a new operator works with this
+    sidecar. What must not be ignored it sends only where the hello says that it is understood."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tell_of_unknown(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            names = cast("dict[str, Any]", given).keys() - known - cls.model_fields.keys()
+            if names:
+                told = sorted(filter(_FIELD_NAME.fullmatch, names))[:MOST_TOLD_FIELDS]
+                fields = {"unknown": len(names), "names": " ".join(told)}
+                log.info("unknown fields of a request are ignored", extra={"fields": fields})
+        return given
 
 
 class OpenSession(_Body):
@@ -99,6 +121,8 @@ class OpenSession(_Body):
     """The file of the voice that the manifest names, in base64; where the name is `given-...`."""
     fence: Annotated[int, Field(ge=1, le=2**53)] | None = None
     """Issued by an operator: only a larger one than the ledger's is taken."""
+    resume: bool = False
+    """It has a history: refused where the ledger knows nothing of it."""
 
     @field_validator("voice_file")
     @classmethod
@@ -114,7 +138,8 @@ class OpenSession(_Body):
         return self
 
     def claim(self) -> Claim:
-        return Claim(self.token_hash or token_sha256(self.token or ""), self.fence)
+        digest = self.token_hash or token_sha256(self.token or "")
+        return Claim(digest, self.fence, self.resume)
 
 
 class PrepareSession(OpenSession):
@@ -143,7 +168,7 @@ class EndSession(_Body):
 
 
 class ParkSession(_Body):
-    pass
+    """Nothing to say."""
 
 
 class Drain(_Body):

@@ -9,6 +9,9 @@ from duplex_sidecar.session.roster import Departed
 GONE = "gone"
 """Phase of a session that no longer runs here and is neither parked nor over: another replica may
 have it, or nobody yet."""
+UNDERSTANDS = ("resume",)
+"""Fields of requests that the first release did not know, and refused: an operator sends them only
+where the feed's hello names them."""
 ENDED_CODES = frozenset({"session_ended"})
 
 
@@ -80,4 +83,5 @@ def _quality(actor: SessionActor) -> dict[str, Any]:
         "audio": {"underruns": quality.underruns, "longestGapMs": quality.longest_gap_ms},
         "keepingPace": quality.keeping_pace,
         "ledgerDurable": actor.ledger_answers,
+        "ledgerRewound": quality.ledger_rewound,
     }

@@ -22,8 +22,9 @@ def check(
 ) -> int:
     """Run recorded files through the functions that the sidecar runs.
 
-    The exit status is 0 when everything is equal, 1 on any difference, 2 when a file cannot be
-    checked at all.
+    A case that cannot be run is a difference, and the others are checked. The exit status is 0 when
+    everything is equal, 1 on any difference, 2 when a file cannot be checked at all (it cannot be
+    read to its end, or holds no case of its kind).
 
     Parameters
     ----------
@@ -63,9 +64,9 @@ def record(
     output
         Folder for the files.
     """
-    from duplex_sidecar.contract.files import ContractFileError
     from duplex_sidecar.contract.recorder import record as write_traces
     from duplex_sidecar.contract.recorder_tape import TapeError
+    from duplex_sidecar.contract.types import ContractFileError
 
     if not tapes:
         print("name at least one tape", file=sys.stderr)
@@ -92,7 +93,7 @@ def record(
 def _check(path: Path, show: int) -> int:
     # Imported late: the decode cases bring torch, which --help has no use for.
     from duplex_sidecar.contract.check import check_file
-    from duplex_sidecar.contract.files import ContractFileError
+    from duplex_sidecar.contract.types import ContractFileError
 
     try:
         report = check_file(path)

@@ -9,13 +9,15 @@ import asyncio
 import base64
 import contextlib
 import json
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
+from openai.types.websocket_connection_options import WebSocketConnectionOptions
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 SAMPLE_RATE_HZ = 16_000
@@ -56,7 +58,10 @@ class ConversationFailed(Exception):
 
 
 class Conversation:
-    """Streams a recording at `speed` times real time and collects what comes back."""
+    """Streams a recording at `speed` times real time and collects what comes back.
+
+    tls: whom an https address is believed; default: whom this machine believes.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Conversation:
         *,
         speed: float = 1.0,
         redial_for_s: float = 180.0,
+        tls: ssl.SSLContext | None = None,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         self._client = AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0)
@@ -76,6 +82,9 @@ class Conversation:
         self._frames = frames or []
         self._speed = speed
         self._redial_for_s = redial_for_s
+        # The SDK names only a part of what it passes on to the connection.
+        options = {} if tls is None else {"ssl": tls}
+        self._options = cast("WebSocketConnectionOptions", options)
         self._on_event = on_event
         self._last_sequence = 0
         self._position = 0
@@ -85,8 +94,11 @@ class Conversation:
         self.talk = Talk()
 
     async def run(self) -> Talk:
-        """The whole recording, through any number of reconnects. Raises ConversationFailed."""
-        first = True
+        """The whole recording, through any number of reconnects. Raises ConversationFailed.
+
+        Run again after it was cancelled it resumes behind what it has had.
+        """
+        first = not self._last_sequence
         while not self._finished.is_set():
             connection = await self._dial(first)
             first = False
@@ -111,7 +123,9 @@ class Conversation:
             try:
                 query = {"session": self._session} | ({} if first else {"resume": "1"})
                 connection = await self._client.realtime.connect(
-                    model="duplex", extra_query=query
+                    model="duplex",
+                    extra_query=query,
+                    websocket_connection_options=self._options,
                 ).enter()
                 if not first:
                     resume = {

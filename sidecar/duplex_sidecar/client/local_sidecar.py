@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ from duplex_sidecar.settings import SidecarSettings
 
 READY_TIMEOUT_S = 240.0
 _POLL_S = 0.2
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _LAST_PORT = 20_000, 60_000
+_NODE_PORTS = 30_000
+"""From here on a cluster on this machine may listen."""
+_ENOUGH_PORTS = 4_000
+_PORT_TRIES = 100
 
 
 class SidecarFailed(Exception):
@@ -38,10 +46,22 @@ class ApiError(Exception):
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now. Not one of those that the system itself gives to
+    connections, where there are others: it is to be free still when a process has started."""
+    for port in random.sample(_ports_of_our_own(), _PORT_TRIES):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port in {_PORT_TRIES} tries")
+
+
+def _ports_of_our_own() -> range:
+    try:
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_given = 0
+    own = range(_FIRST_PORT, min(first_given, _NODE_PORTS))
+    return own if len(own) >= _ENOUGH_PORTS else range(_FIRST_PORT, _LAST_PORT)
 
 
 @dataclass

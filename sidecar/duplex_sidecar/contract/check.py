@@ -4,12 +4,15 @@ A file's kind is in its name (`files.kind_of`); what each kind covers is in `KIN
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import Raw
+
 from duplex_sidecar.contract import window_cases
 from duplex_sidecar.contract.decode_cases import check_decode_file
-from duplex_sidecar.contract.files import ContractFileError, RecordedFile
+from duplex_sidecar.contract.files import RecordedFile
 from duplex_sidecar.contract.handoff_cases import HandoffSession, check_handoff_session
 from duplex_sidecar.contract.stage2_cases import (
     ConsumerSession,
@@ -22,7 +25,12 @@ from duplex_sidecar.contract.talker_cases import (
     check_talker_context_session,
     check_talker_steps_file,
 )
-from duplex_sidecar.contract.types import CaseResult, Difference
+from duplex_sidecar.contract.types import (
+    CaseResult,
+    ContractFileError,
+    Difference,
+    guarded,
+)
 from duplex_sidecar.contract.vocabulary_file import recorded_vocabulary
 
 T = TypeVar("T")
@@ -55,29 +63,29 @@ class FileReport(NamedTuple):
 
 
 def check_file(path: Path) -> FileReport:
-    """Check one file. Raises `ContractFileError` when it is not one of a known kind."""
+    """Check one file.
+
+    A case that cannot be run is one difference. Raises `ContractFileError` when the file cannot be
+    checked at all: it is of no known kind, cannot be read to its end, holds no case, or none that
+    is in the schema of its kind.
+    """
     file = RecordedFile(path)
     kind = KINDS.get(file.kind)
     if kind is None:
         known = ", ".join(KINDS)
         raise ContractFileError(f"{path}: unknown kind {file.kind!r}; known are {known}")
-    cases = comparisons = skipped_steps = 0
+    cases = unusable = comparisons = skipped_steps = 0
     differences: list[Difference] = []
-    results = kind.run(file)
-    while True:
-        try:
-            result = next(results, None)
-        except ContractFileError:
-            raise
-        except Exception as error:
-            # A runner that advances many cases together cannot go on after a failure.
-            result = _raised(f"after case {cases}", error)
-        if result is None:
-            break
+    for result in kind.run(file):
         cases += 1
+        unusable += result.unusable
         comparisons += result.comparisons
         skipped_steps += result.skipped_steps
         differences += result.differences
+    if cases == unusable:
+        # Nothing was compared: "equal" would be as wrong as "different".
+        first = f"{differences[0].case}: {differences[0].actual}" if cases else "holds no case"
+        raise ContractFileError(f"{path}: {first}")
     return FileReport(path, file.kind, cases, comparisons, skipped_steps, tuple(differences))
 
 
@@ -86,8 +94,7 @@ def _each_line(type_: type[T], check: Callable[[T], CaseResult]) -> Runner:
 
     def run(file: RecordedFile) -> Iterator[CaseResult]:
         for number, line in enumerate(file.lines(), start=1):
-            case = file.decode(line, type_)
-            yield _guarded(file, f"line {number}", case, check)
+            yield guarded(f"line {number}", partial(_run_case, file, line, type_, check))
 
     return run
 
@@ -98,27 +105,16 @@ def _each_listed(**checks: Callable[[Mapping[str, Any]], CaseResult]) -> Runner:
     def run(file: RecordedFile) -> Iterator[CaseResult]:
         for key, check in checks.items():
             for index, raw in enumerate(file.listed(key)):
-                case = file.decode(raw, dict[str, Any])
-                yield _guarded(file, f"{key} {index}", case, check)
+                case = partial(_run_case, file, raw, dict[str, Any], check)
+                yield guarded(f"{key} {index}", case)
 
     return run
 
 
-def _guarded(
-    file: RecordedFile, place: str, case: T, check: Callable[[T], CaseResult]
+def _run_case(
+    file: RecordedFile, data: bytes | Raw, type_: type[T], check: Callable[[T], CaseResult]
 ) -> CaseResult:
-    """Run one case; an exception of the product's code is a difference like any other."""
-    try:
-        return check(case)
-    except ContractFileError as error:
-        raise ContractFileError(f"{file.path}: {place}: {error}") from error
-    except Exception as error:
-        return _raised(place, error)
-
-
-def _raised(place: str, error: Exception) -> CaseResult:
-    raised = f"{type(error).__name__}: {error}"
-    return CaseResult(1, (Difference(place, "the whole case", "a result", raised),))
+    return check(file.decode(data, type_))
 
 
 def _check_handoff_file(file: RecordedFile) -> Iterator[CaseResult]:

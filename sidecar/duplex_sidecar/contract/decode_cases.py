@@ -3,14 +3,15 @@
 Many sequences advance together, one token a step, so that the batched form itself is checked.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
 
 from duplex_sidecar.contract.files import RecordedFile
-from duplex_sidecar.contract.types import CaseResult, Comparison
+from duplex_sidecar.contract.types import CaseResult, Comparison, guarded, raised
 from duplex_sidecar.contract.vocabulary_file import recorded_vocabulary
 from duplex_sidecar.model.minicpmo45.decode import (
     PolicyState,
@@ -76,35 +77,57 @@ class _Sequence(msgspec.Struct):
 def check_decode_file(file: RecordedFile) -> Iterator[CaseResult]:
     """All sequences of a file, in its order."""
     vocabulary = recorded_vocabulary(file.path)
-    batch: list[_Replay] = []
+    first, batch = 1, list[bytes]()
     for line in file.lines():
-        batch.append(_Replay(file.decode(line, _Sequence), vocabulary))
+        batch.append(line)
         if len(batch) == BATCH_ROWS:
-            yield from _run_together(batch, vocabulary)
-            batch = []
-    yield from _run_together(batch, vocabulary)
+            yield from _check_batch(file, first, batch, vocabulary)
+            first, batch = first + BATCH_ROWS, []
+    yield from _check_batch(file, first, batch, vocabulary)
 
 
-def _run_together(batch: list["_Replay"], vocabulary: Vocabulary) -> Iterator[CaseResult]:
+def _check_batch(
+    file: RecordedFile, first: int, lines: list[bytes], vocabulary: Vocabulary
+) -> list[CaseResult]:
+    """All of these lines together; each by itself when one of them stops the others."""
+    try:
+        return _run_together([file.decode(line, _Sequence) for line in lines], vocabulary)
+    except Exception as error:
+        together = raised(f"lines {first} to {first + len(lines) - 1} together", error)
+
+    def alone(line: bytes) -> CaseResult:
+        return _run_together([file.decode(line, _Sequence)], vocabulary)[0]
+
+    results = [guarded(f"line {first + i}", partial(alone, line)) for i, line in enumerate(lines)]
+    if any(result.failed for result in results):
+        return results
+    # Nothing is wrong with any of them: then it is with running them together.
+    return [*results, together]
+
+
+def _run_together(sequences: list[_Sequence], vocabulary: Vocabulary) -> list[CaseResult]:
+    # By place and not by id: nothing says that a file gives an id once.
+    batch = [_Replay(str(place), each, vocabulary) for place, each in enumerate(sequences)]
+
+    def recorded(seed: str, number: int) -> float:
+        return batch[int(seed)].draw(number)
+
     while open_replays := [replay for replay in batch if not replay.done]:
         logits = torch.cat([replay.logits() for replay in open_replays])
-        draws = {replay.seed: replay for replay in open_replays}
-
-        def recorded(seed: str, number: int, draws: Mapping[str, _Replay] = draws) -> float:
-            return draws[seed].draw(number)
-
         choice = choose(logits, [replay.row() for replay in open_replays], vocabulary, recorded)
         for index, replay in enumerate(open_replays):
             replay.take(Choice((choice.sampled_ids[index],), (choice.emitted_ids[index],)))
-    for replay in batch:
-        yield replay.result()
+    return [replay.result() for replay in batch]
 
 
 class _Replay:
-    """One recorded sequence: the session's side of the policy, one token at a time."""
+    """One recorded sequence: the session's side of the policy, one token at a time.
 
-    def __init__(self, sequence: _Sequence, vocabulary: Vocabulary) -> None:
-        self.seed = str(sequence.id)
+    seed: names its draws, among all that run together.
+    """
+
+    def __init__(self, seed: str, sequence: _Sequence, vocabulary: Vocabulary) -> None:
+        self._seed = seed
         self._sequence = sequence
         self._vocabulary = vocabulary
         self._compare = Comparison(sequence.id)
@@ -150,7 +173,7 @@ class _Replay:
         self._compare.same(f"{where} stop", unit.stop, self._stop)
         self._policy = self._advance(self._sampled, self._emitted)
         self._compare_state(where, self._policy)
-        if not tokens_agree:
+        if not tokens_agree or self._stop is None:
             self._leave(len(self._sequence.units) - self._unit_index - 1)
         elif unit.lookahead is None:
             self._next_unit()
@@ -194,7 +217,7 @@ class _Replay:
             force_listen=self._unit.force_listen,
             max_tokens=self._sequence.max_tokens,
             sampling=self._sampling,
-            seed=self.seed,
+            seed=self._seed,
         )
         self._emitted: list[int] = []
         self._sampled: list[int] = []

@@ -10,16 +10,14 @@ from typing import TypeVar
 
 import msgspec
 
+from duplex_sidecar.contract.types import ContractFileError
+
 T = TypeVar("T")
 
 MAX_CASE_BYTES = 1 << 28
 MAX_FILE_BYTES = 1 << 30
 """Bounds on the unpacked size of a line and of a `.json` file, so that a wrong file cannot fill the
 memory. A `.jsonl` file is read line by line and may have any size."""
-
-
-class ContractFileError(ValueError):
-    """A file cannot be checked: unreadable, of unknown kind, or not in the schema of its kind."""
 
 
 def kind_of(path: Path) -> str:
@@ -47,20 +45,25 @@ class RecordedFile:
 
     def parts(self) -> dict[str, msgspec.Raw]:
         """The values of a `.json` file, as JSON texts by key."""
-        return self.decode(self._read(), dict[str, msgspec.Raw])
+        return self._decode_all(self._read(), dict[str, msgspec.Raw])
 
     def listed(self, key: str) -> list[msgspec.Raw]:
         """The cases under one key of a `.json` file; none when the key is absent."""
         part = self.parts().get(key)
-        return [] if part is None else self.decode(part, list[msgspec.Raw])
+        return [] if part is None else self._decode_all(part, list[msgspec.Raw])
+
+    def _decode_all(self, data: bytes | msgspec.Raw, type_: type[T]) -> T:
+        try:
+            return self.decode(data, type_)
+        except ContractFileError as error:
+            raise ContractFileError(f"{self.path}: {error}") from error
 
     def decode(self, data: bytes | msgspec.Raw, type_: type[T]) -> T:
-        """A JSON text as `type_`."""
+        """The JSON text of one case as `type_`. The error does not name the file."""
         try:
             return msgspec.json.decode(data, type=type_)
-        except msgspec.DecodeError as error:
-            problem = f"{self.path}: not in the schema of {self.kind}: {error}"
-            raise ContractFileError(problem) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ContractFileError(f"not in the schema of {self.kind}: {error}") from error
 
     def _read(self) -> bytes:
         with self._opened() as source:

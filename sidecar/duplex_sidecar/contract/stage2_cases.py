@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from duplex_sidecar.contract.files import ContractFileError
-from duplex_sidecar.contract.types import CaseResult, Comparison
+from duplex_sidecar.contract.types import CaseResult, Comparison, ContractFileError
 from duplex_sidecar.model.minicpmo45.consumer import (
     INITIAL_STREAM_STATE,
     Admission,

@@ -1,12 +1,13 @@
 """Runs recorded Talker rules (`talker_steps`, `talker_context_sessions`) through ours."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import torch
 
-from duplex_sidecar.contract.files import ContractFileError, RecordedFile
-from duplex_sidecar.contract.types import CaseResult, Comparison
+from duplex_sidecar.contract.files import RecordedFile
+from duplex_sidecar.contract.types import CaseResult, Comparison, ContractFileError, guarded
 from duplex_sidecar.model.minicpmo45.talker import (
     BUDGETS,
     CODEC_EOS,
@@ -55,16 +56,21 @@ def check_talker_steps_file(file: RecordedFile) -> Iterator[CaseResult]:
     """The end-of-chunk rules per kind of unit, then the repetition penalty rows."""
     eos = file.parts().get("codec_eos_id")
     if eos is not None:
-        compare = Comparison("codec")
-        compare.same("codec_eos_id", file.decode(eos, int), CODEC_EOS)
-        yield compare.result()
-    for steps in file.listed("steps"):
-        yield _check_steps(file.decode(steps, _Steps))
-    for row in file.listed("codec_repetition"):
-        yield _check_repetition(file.decode(row, _Repetition))
+        yield guarded("codec_eos_id", partial(_check_eos, file, eos))
+    for index, steps in enumerate(file.listed("steps")):
+        yield guarded(f"steps {index}", partial(_check_steps, file, steps))
+    for index, row in enumerate(file.listed("codec_repetition")):
+        yield guarded(f"codec_repetition {index}", partial(_check_repetition, file, row))
 
 
-def _check_steps(recorded: _Steps) -> CaseResult:
+def _check_eos(file: RecordedFile, data: msgspec.Raw) -> CaseResult:
+    compare = Comparison("codec")
+    compare.same("codec_eos_id", file.decode(data, int), CODEC_EOS)
+    return compare.result()
+
+
+def _check_steps(file: RecordedFile, data: msgspec.Raw) -> CaseResult:
+    recorded = file.decode(data, _Steps)
     kind = _RECORDED_KINDS.get(recorded.kind)
     if kind is None:
         raise ContractFileError(f"unknown kind of Talker unit: {recorded.kind}")
@@ -77,7 +83,8 @@ def _check_steps(recorded: _Steps) -> CaseResult:
     return compare.result()
 
 
-def _check_repetition(recorded: _Repetition) -> CaseResult:
+def _check_repetition(file: RecordedFile, data: msgspec.Raw) -> CaseResult:
+    recorded = file.decode(data, _Repetition)
     compare = Comparison(f"repetition {recorded.id}")
     compare.same("penalty", recorded.penalty, CODEC_PENALTY)
     logits = torch.tensor([recorded.logits], dtype=torch.float32)

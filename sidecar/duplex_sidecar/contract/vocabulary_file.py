@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from duplex_sidecar.contract.files import ContractFileError
+from duplex_sidecar.contract.types import ContractFileError
 from duplex_sidecar.model.minicpmo45.vocabulary import ControlToken, Vocabulary, VocabularyError
 
 VOCABULARY_NAME = "decode_vocab.json"

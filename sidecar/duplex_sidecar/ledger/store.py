@@ -42,6 +42,8 @@ from duplex_sidecar.ledger.writing import (
     optional,
 )
 
+LEAST_RETENTION_MS = 10_000
+"""A ledger outlives a lease whose owner is late to renew it, and the search for the next owner."""
 _PLACES: dict[type[records.RedoDraft | records.ClosedDraft], str] = {
     records.RedoDraft: "open",
     records.ClosedDraft: "last",
@@ -123,8 +125,8 @@ class Ledger:
         retention_ms: int | None = None,
     ) -> Head:
         """Entry 0. state: the opaque snapshot before unit 1. retention_ms: expiry of all keys,
-        refreshed by the owner's renewals; None = the options'. Raises `SessionExists`,
-        `SessionErased`."""
+        refreshed by the owner's renewals, at least `LEAST_RETENTION_MS`; None = the options'.
+        Raises `SessionExists`, `SessionErased`."""
         check_state(draft.session, state)
         opening = records.Opening(
             **msgspec.structs.asdict(draft),
@@ -146,7 +148,10 @@ class Ledger:
             (keys.meta, keys.entries, keys.rows, keys.state),
             (
                 *(new_operation(), digest, stored, rows, state, token_sha256),
-                self._options.retention_ms if retention_ms is None else retention_ms,
+                max(
+                    LEAST_RETENTION_MS,
+                    self._options.retention_ms if retention_ms is None else retention_ms,
+                ),
             ),
             then,
         )

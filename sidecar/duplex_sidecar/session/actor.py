@@ -434,7 +434,9 @@ class SessionActor:
             input_rate_hz=self._desk.rate_hz,
             client_sequence=self._commands.last_applied,
         )
-        await greet(outbox, self._ledger, opened, last_sequence)
+        if await greet(outbox, self._ledger, opened, last_sequence):
+            self.quality.ledger_rewound = True
+            self.on_change()
 
     # --- life cycle -------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 async def greet(
     outbox: Outbox, ledger: Ledger, opened: SessionOpened, last_sequence: int | None
-) -> None:
+) -> bool:
     """last_sequence: the newest event that the client has seen; None: it wants none of the old
-    ones. What happens meanwhile waits in the outbox."""
+    ones. What happens meanwhile waits in the outbox. True: the ledger has lost events that the
+    client has seen."""
     replay: list[Sequenced] = []
     resync: ResyncRequired | None = None
     if last_sequence is not None:
@@ -28,9 +29,10 @@ async def greet(
             replay, resync = await replay_after(ledger, opened.session, last_sequence)
         except LedgerUnavailable:
             outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
-            return
+            return False
         except (LedgerError, msgspec.MsgspecError) as error:
             log.error("events cannot be replayed: %s", type(error).__name__)
             outbox.fail(ErrorCode.LEDGER_CORRUPT)
-            return
+            return False
     outbox.release(replay, [opened] if resync is None else [opened, resync])
+    return resync is not None and resync.ledger_rewound

@@ -12,6 +12,7 @@ import msgspec
 
 from duplex_api.problems import Problem
 from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampling, ResolvedSession
+from duplex_api.session import BOTH_MODALITIES, Modality
 from duplex_api.window import ResolvedWindow, WindowStrategy
 from duplex_sidecar.framing.append import NEW_FRAMER
 from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds, PromptPart, PromptRows
@@ -105,6 +106,14 @@ def reference_positions(opening: Opening | OpeningDraft) -> int:
 def voice_of(resolved: ResolvedSession) -> str:
     """Name of the voice file; a Secret's or ConfigMap's voice has got one from the operator."""
     return resolved.voice.name if resolved.voice and resolved.voice.name else DEFAULT_VOICE
+
+
+def require_both_modalities(resolved: ResolvedSession) -> None:
+    """Of a session that begins: what is under way was let in by an earlier release, and spoke.
+    Raises UnservedManifestError."""
+    if set(resolved.output.modalities) != set(Modality):
+        problem = Problem("spec.output.modalities", BOTH_MODALITIES, "[audio, text]")
+        raise UnservedManifestError((problem,))
 
 
 def require_served(resolved: ResolvedSession, model: ServedModel) -> None:

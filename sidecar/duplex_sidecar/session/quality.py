@@ -1,4 +1,5 @@
-"""What a session has been like since it runs here: rebuilds, and sound that came too late."""
+"""What a session has been like since it runs here: rebuilds, sound that came too late, and whether
+its past has become shorter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class LastRebuild:
 
 class SessionQuality:
     """underruns: times that sound of a turn came later than a player needed it. longest_gap_ms: how
-    late at most. keeping_pace: the last unit took less time than it covers."""
+    late at most. keeping_pace: the last unit took less time than it covers. ledger_rewound: a
+    client had seen events that the ledger has not any more."""
 
     def __init__(self, trace_id: Callable[[], str]) -> None:
         self._trace_id = trace_id
@@ -38,6 +40,7 @@ class SessionQuality:
         self.underruns = 0
         self.longest_gap_ms = 0
         self.keeping_pace = True
+        self.ledger_rewound = False
 
     def saw(self, event: Sequenced, now_s: float) -> None:
         """An event that leaves now. now_s: any clock that never goes back."""

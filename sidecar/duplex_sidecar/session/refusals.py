@@ -38,6 +38,7 @@ class Refusal(StrEnum):
     DRAINING = "draining"
     SESSION_BUSY = "session_busy"
     NOT_PREPARED = "not_prepared"
+    LEDGER_LOST = "ledger_lost"
 
 
 _CLIENT_CODES = {
@@ -47,6 +48,7 @@ _CLIENT_CODES = {
     Refusal.DRAINING: ErrorCode.NOT_READY,
     Refusal.SESSION_BUSY: ErrorCode.NOT_READY,
     Refusal.NOT_PREPARED: ErrorCode.NOT_READY,
+    Refusal.LEDGER_LOST: ErrorCode.SESSION_NOT_FOUND,
 }
 
 

@@ -34,6 +34,7 @@ from duplex_sidecar.session.opening import (
     differs_from,
     facts_of,
     opening_of,
+    require_both_modalities,
     require_served,
 )
 from duplex_sidecar.session.owners import Owners
@@ -56,10 +57,11 @@ MAX_TOKEN_CHARACTERS = 512
 @dataclass(frozen=True)
 class Claim:
     """What comes with an order to run a session. token_sha256: of its client's token. fence: that
-    an operator issued; None stand-alone."""
+    an operator issued; None stand-alone. resume: it has a history, and is not begun without it."""
 
     token_sha256: str
     fence: int | None = None
+    resume: bool = False
 
 
 class SessionRegistry:
@@ -257,6 +259,10 @@ class SessionRegistry:
             # Known before a trace is begun and the encoder is asked: a session is often opened
             # again, to wake it.
             raise SessionExists(session, "exists")
+        if claim.resume:
+            message = "the session is to go on, and the ledger knows nothing of it"
+            raise PlacementRefused(Refusal.LEDGER_LOST, message)
+        require_both_modalities(resolved)
         trace = assembly.new_trace(session)
         draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
         reference = await reference_rows(assembly.stages.encoder, draft)

@@ -165,7 +165,7 @@ def converse(
         env=told | more,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

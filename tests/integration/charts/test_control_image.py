@@ -66,7 +66,7 @@ def test_operator_and_gateway_import_with_what_the_image_holds() -> None:
         input=json.dumps(absent),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,10 +18,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from support.patience import PATIENCE_S
 from support.realtime import RealtimeClient
 from websockets.asyncio.client import connect
 
 from duplex_gateway.tls import Certificate
+from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -35,12 +37,6 @@ pytestmark = pytest.mark.integration
 async def ground(valkey: EmbeddedValkey) -> AsyncIterator[Yard]:
     async with yard(valkey.url) as ground:
         yield ground
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -80,7 +76,7 @@ async def test_the_process_serves_until_sigterm(valkey: EmbeddedValkey, ground: 
             await client.until_unit(1)
             process.send_signal(signal.SIGTERM)
             assert (await client.until_closed())[0] == 1012
-        _, errors = await asyncio.to_thread(process.communicate, None, 20)
+        _, errors = await asyncio.to_thread(process.communicate, None, PATIENCE_S)
     finally:
         process.kill()
         process.communicate()
@@ -92,7 +88,7 @@ async def test_the_process_serves_until_sigterm(valkey: EmbeddedValkey, ground: 
 
 
 def wait_for_port(port: int) -> None:
-    for _ in range(400):
+    for _ in range(2_000):
         try:
             socket.create_connection(("127.0.0.1", port), 0.1).close()
         except OSError:
@@ -117,7 +113,7 @@ def test_a_process_that_cannot_start_says_why(
         {} if "DUPLEX_PORT" in environment else {"DUPLEX_PORT": "0"}
     )
     process = start(ports | environment)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=2 * PATIENCE_S)
     assert process.returncode == status, errors
     assert words in errors
     assert b"secret" not in errors
@@ -184,7 +180,7 @@ async def test_a_certificate_is_read_again(
             client = RealtimeClient(socket_, session)
             await client.until("session.created")
             write_certificate(tmp_path, "second")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while await name_at(front.port) != "second":  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             await client.format()  # this connection stands

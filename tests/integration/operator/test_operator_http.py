@@ -11,6 +11,7 @@ import kopf
 import pytest
 from aiohttp import web
 from redis.asyncio import Redis
+from support.patience import PATIENCE_S
 from support.stand_in_sidecar import StandInSidecar
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
@@ -174,7 +175,7 @@ async def test_many_calls_with_an_old_token_make_one_new_connection(
     stub[0].handler = handle
     first = kopf.ConnectionInfo(server=stub[1], token="first")
     api = KubernetesApi(first, sleep=naps.nap, reconnect=reconnect)
-    await asyncio.wait_for(asyncio.gather(*(api.get(SESSIONS, KEY) for _ in range(8))), 10)
+    await asyncio.wait_for(asyncio.gather(*(api.get(SESSIONS, KEY) for _ in range(8))), PATIENCE_S)
     assert reconnected == 1
     await api.close()
 
@@ -370,10 +371,11 @@ async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> N
 async def test_no_call_waits_for_the_connection_of_another(
     sidecar: StandInSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duplex_operator.sidecar_client.CONNECT_TIMEOUT_S", 0.5)
-    sidecar.hand_over_s = 1.0
+    """None is answered before all are there."""
+    monkeypatch.setattr("duplex_operator.sidecar_client.CONNECT_TIMEOUT_S", 10.0)
     client = client_of()
     (many,) = (f.default for f in fields(OperatorSettings) if f.name == "reconciles_at_once")
+    sidecar.hand_overs_together = asyncio.Barrier(many)
     moves = (client.hand_over(f"s{number}", "replica", 2) for number in range(many))
     told = await asyncio.gather(*moves, return_exceptions=True)
     assert {type(error) for error in told} == {SidecarRefusalError}, "each has had its answer"
@@ -464,7 +466,7 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
 
     woken: asyncio.Queue[str] = asyncio.Queue()
     task = asyncio.create_task(routes.wakes(woken.put_nowait))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while woken.empty():
             await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "r1"})
             await asyncio.sleep(0.02)
@@ -492,7 +494,7 @@ async def test_the_primary_is_the_one_that_sentinels_name(tmp_path: Path) -> Non
             with replica.client as client:
                 client.config_set("min-replicas-to-write", 0)
             primary.kill()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(2 * PATIENCE_S):
                 while not await _written(routes, record):
                     assert routes.failures
             assert await routes.read("r1") == record

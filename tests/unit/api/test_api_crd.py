@@ -1,5 +1,7 @@
 """The generated CRDs against the rules that the API server applies to structural schemas."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,13 +106,37 @@ def test_every_immutable_field_is_guarded_on_its_parent() -> None:
 
 @pytest.mark.parametrize("plural", CRDS)
 def test_every_rule_names_fields_that_exist(plural: str) -> None:
-    import re
-
     for path, node in nodes(schema_of(CRDS[plural])):
         for rule in node.get("x-kubernetes-validations", ()):
             assert rule["message"], path
             for name in re.findall(r"(?:self|oldSelf)\.(\w+)", rule["rule"]):
                 assert name in node["properties"], f"{path}: {rule['rule']}"
+
+
+@pytest.mark.parametrize("plural", CRDS)
+def test_kubectl_explain_has_a_sentence_for_every_field(plural: str) -> None:
+    def fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, inner in schema.get("properties", {}).items():
+            yield f"{path}.{name}", inner
+            yield from fields(inner, f"{path}.{name}")
+        for key in ("items", "additionalProperties"):
+            if key in schema:
+                yield from fields(schema[key], f"{path}[]")
+
+    found = dict(fields(schema_of(CRDS[plural])))
+    assert len(found) > 60
+    bare = [
+        path
+        for path, field in found.items()
+        if len(re.sub(r"^Default: .*", "", field.get("description", "")).split()) < 2
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("plural", CRDS)
+def test_a_kind_fits_into_the_annotation_of_a_client_side_apply(plural: str) -> None:
+    """kubectl keeps what was applied there, and all annotations have 262,144 bytes."""
+    assert len(json.dumps(CRDS[plural]).encode()) < 65_536
 
 
 @pytest.mark.parametrize("plural", CRDS)

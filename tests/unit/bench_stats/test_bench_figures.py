@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from tests.bench.__main__ import dump
 from tests.bench.client import Seen, quiet_at_end, script
 from tests.bench.figures import Broken, Figure, Verdict, as_json, exit_status
 from tests.bench.measure_memory import FILL_UNITS, at_rest
+from tests.bench.measure_planner import CHECKED_S, check_sessions
 from tests.bench.measure_profile import room_of, short_name
 from tests.bench.measure_units import listens_only, rebuilt_full, speaks_whole
 from tests.bench.processes import cpu_s, main_thread_cpu_s, memory
@@ -251,3 +253,10 @@ def test_filling_ends_when_no_process_grows_any_more(
     engine_kib: tuple[int, ...], still: bool
 ) -> None:
     assert at_rest([{"sidecar": 70, "thinker engine": kib} for kib in engine_kib]) is still
+
+
+def test_a_file_of_any_number_of_planner_sessions_is_checked(tmp_path: Path) -> None:
+    """More than were recorded, and not a multiple of them."""
+    report, took_s = check_sessions(tmp_path, 503)
+    assert (report.cases, report.differences) == (503, ())
+    assert 0 < took_s < CHECKED_S

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "duplex"
 SETS = (
     *sorted((Path(__file__).parent / "values").glob("*.yaml")),
-    ROOT / "examples" / "helm" / "values.yaml",
+    *sorted((ROOT / "examples" / "helm").glob("*.yaml")),
 )
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 SHIPPED: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

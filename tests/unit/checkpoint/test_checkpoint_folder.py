@@ -127,14 +127,14 @@ def test_two_makers_make_it_once(tmp_path: Path) -> None:
         write_whole(staging)
 
     def maker() -> None:
-        gate.wait(5)
+        gate.wait(60)
         made.append(make_folder(tmp_path / "checkpoint", RECIPE, write))
 
     threads = [threading.Thread(target=maker) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert sorted(made) == [False, True]
     assert len(written) == 1
 

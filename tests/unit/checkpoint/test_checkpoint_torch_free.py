@@ -25,5 +25,5 @@ MODULES = (
 def test_reading_a_checkpoint_imports_no_torch() -> None:
     imports = "; ".join(f"import duplex_sidecar.checkpoint.{name}" for name in MODULES)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", code], timeout=180, check=False)
     assert done.returncode == 0

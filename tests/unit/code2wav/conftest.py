@@ -55,6 +55,7 @@ class Formula:
     """Makes weights, vocoders and voices."""
 
     sizes: Token2WavConfig = SIZES
+    ode_steps: int = ODE_STEPS
 
     def state_dicts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """flow.pt and hift.pt as they would lie in a file."""
@@ -69,7 +70,7 @@ class Formula:
         weights = Token2WavWeights(
             Weights(flow), Weights(fold_weight_norm(hift)), torch.device("cpu")
         )
-        return Vocoder(weights, FlowSettings(ODE_STEPS, 0.7, 0, conformer_keep_frames))
+        return Vocoder(weights, FlowSettings(self.ode_steps, 0.7, 0, conformer_keep_frames))
 
     def voice(self, name: str, codes: int) -> Voice:
         return Voice(

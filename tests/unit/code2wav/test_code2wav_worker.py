@@ -71,12 +71,12 @@ def chunk(seed: str, codes: int = 28, last: bool = False) -> Chunk:
 
 
 async def until_entered(vocoder: CountingVocoder) -> None:
-    assert await asyncio.to_thread(vocoder.entered.wait, 5)
+    assert await asyncio.to_thread(vocoder.entered.wait, 60)
 
 
 def until_closing(worker: Worker) -> None:
     with worker._changed:
-        assert worker._changed.wait_for(lambda: worker._closed, 5)
+        assert worker._changed.wait_for(lambda: worker._closed, 60)
 
 
 async def test_alone_there_is_no_wait_and_together_one_batch() -> None:

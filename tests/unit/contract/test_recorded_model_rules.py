@@ -11,7 +11,8 @@ import pytest
 
 from duplex_sidecar.cli.contract import check
 from duplex_sidecar.contract.check import KINDS, check_file
-from duplex_sidecar.contract.files import ContractFileError, kind_of
+from duplex_sidecar.contract.files import kind_of
+from duplex_sidecar.contract.types import ContractFileError
 
 pytestmark = pytest.mark.unit
 

@@ -70,7 +70,7 @@ async def test_a_loop_over_the_ledger_ends_when_it_is_stopped(
                 await connection.call(PendingCall("s", ScriptName.RENEW, ("k",), ()))
 
     task = asyncio.create_task(loop())
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         await server.asked.wait()
         task.cancel()
         await asyncio.wait({task})

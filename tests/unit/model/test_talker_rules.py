@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plain_talker import END, TALKER, next_code
 
 from duplex_sidecar.model.minicpmo45.decode import Sampling
 from duplex_sidecar.model.minicpmo45.talker import (
@@ -108,6 +109,28 @@ def test_a_batch_chooses_what_its_rows_choose_alone() -> None:
     together = choose_codes(logits, rows).tolist()
     alone = [int(choose_codes(logits[i : i + 1], [rows[i]])[0]) for i in range(len(rows))]
     assert together == alone
+
+
+@pytest.mark.parametrize("kind", UnitKind)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_whole_unit_is_what_the_plain_choice_gives(kind: UnitKind, sampled: bool) -> None:
+    """Code by code, from logits in which few codes compete and the end is often the best one."""
+    generator = torch.Generator().manual_seed(len(kind) + sampled)
+    recent = (7, 7, 8, 9) if kind is not UnitKind.START else ()
+    sampling = TALKER_SAMPLING if sampled else GREEDY
+    unit = rules(kind, recent, sampling, "session:4")
+    codes: list[int] = []
+    ended: set[bool] = set()
+    for _ in range(250):
+        logits = torch.randn(1, CODEC_SIZE, generator=generator)
+        logits[0, :20] += 6
+        logits[0, CODEC_EOS] += 7 * (len(codes) % 7 == 6)
+        code = int(choose_codes(logits, [CodeRow(unit, tuple(codes))])[0])
+        plain = TALKER if sampled else None
+        assert code == next_code(logits[0].tolist(), kind, recent, codes, plain, unit.seed)
+        ended.add(code == END)
+        codes = [] if code == END else [*codes, code]
+    assert ended == {True, False}
 
 
 def test_a_row_of_nan_harms_no_other_row() -> None:

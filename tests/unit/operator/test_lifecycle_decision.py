@@ -373,6 +373,72 @@ def test_parked_until_somebody_wants_it() -> None:
     assert (action.status.phase, action.reason) == (SessionPhase.ENDED, "IdleTimeout")
 
 
+@pytest.mark.parametrize(
+    ("lifecycle", "desired", "bound_s", "reason"),
+    [
+        ({"idleTimeout": "10m", "retention": "2h"}, "Running", 600.0, "IdleTimeout"),
+        ({"idleTimeout": "2h", "retention": "10m"}, "Running", 600.0, "RetentionPassed"),
+        ({"retention": "10m"}, "Running", 600.0, "RetentionPassed"),
+        ({"idleTimeout": "1h", "retention": "1h"}, "Running", 3600.0, "IdleTimeout"),
+        ({"idleTimeout": "10m", "retention": "2h"}, "Parked", 7200.0, "RetentionPassed"),
+    ],
+)
+def test_parked_no_longer_than_its_ledger_is_kept(
+    lifecycle: dict[str, str], desired: str, bound_s: float, reason: str
+) -> None:
+    spec = {"lifecycle": lifecycle, "desiredState": desired}
+    start = placed(SessionPhase.READY, said=said(FeedPhase.PARKED, reason="client_away"), spec=spec)
+    action = decide(start)
+    assert isinstance(action, WriteStatus)
+    parked = facts(session(status=action.status, **spec))
+    if desired == "Running":
+        assert decide(parked) == Nothing(bound_s)
+    bound_ms = round(bound_s * 1000)
+    early = decide(replace(parked, now_ms=NOW_MS + bound_ms - 1))
+    assert not (isinstance(early, WriteStatus) and _is_over(early))
+    action = decide(replace(parked, now_ms=NOW_MS + bound_ms))
+    assert isinstance(action, WriteStatus)
+    assert _is_over(action)
+    assert action.reason == action.status.reason == reason
+    word = "retention" if reason == "RetentionPassed" else "idleTimeout"
+    assert word in action.sentence
+
+
+def _is_over(action: WriteStatus) -> bool:
+    return action.status.phase is SessionPhase.ENDED
+
+
+def test_what_was_talked_to_is_opened_to_go_on_and_ends_without_its_ledger() -> None:
+    fresh = placed()
+    opening = decide(fresh)
+    assert isinstance(opening, Open)
+    assert not opening.goes_on
+    status = fresh.session.status.model_copy(update={"units": 0})
+    unused = replace(fresh, session=replace(fresh.session, status=status))
+    opening = decide(unused)
+    assert isinstance(opening, Open)
+    assert not opening.goes_on, "there is no history that it could lose"
+    status = status.model_copy(update={"units": 7})
+    used = replace(fresh, session=replace(fresh.session, status=status))
+    assert decide(used) == Open("uid-a", 3, "", goes_on=True)
+    memory = Memory(refusal=Refusal(3, "ledger_lost", "gone"))
+    action = decide(replace(used, memory=memory))
+    assert isinstance(action, WriteStatus)
+    assert _is_over(action)
+    assert (action.reason, action.event, action.warning) == ("LedgerLost", True, True)
+    assert action.status.placement is None
+    after = facts(session(status=action.status), memory=memory)
+    assert isinstance(decide(after), Nothing), "it is not tried again"
+
+
+def test_a_session_parks_with_what_it_has_said() -> None:
+    """Its units may not have been due as counters yet."""
+    parks = said(FeedPhase.PARKED, reason="client_away", units=12)
+    action = decide(placed(SessionPhase.ACTIVE, said=parks))
+    assert isinstance(action, WriteStatus)
+    assert (action.status.phase, action.status.units) == (SessionPhase.PARKED, 12)
+
+
 def test_the_owners_wish() -> None:
     wish = {"desiredState": "Parked"}
     assert decide(placed(SessionPhase.READY, said=said(), spec=wish)) == Park("uid-a")
@@ -487,6 +553,33 @@ def test_conditions_tell_pace_and_window() -> None:
         assert (found.status, found.reason) == ("False", reason)
     assert action.status.last_rebuild is not None
     assert action.status.last_rebuild.trace_id == "t" * 32
+
+
+def test_a_ledger_that_lost_its_tail_is_told_once_and_not_forgotten() -> None:
+    talks = said(FeedPhase.ACTIVE, attached=True)
+    action = decide(placed(SessionPhase.ACTIVE, said=talks))
+    assert isinstance(action, WriteStatus)
+    assert condition_of(action.status, "LedgerRewound") is None
+    before = placed(SessionPhase.ACTIVE, said=talks)
+    before = replace(before, session=session(status=action.status))
+    lost = msgspec.structs.replace(talks, ledger_rewound=True)
+    assert is_news(talks, lost)
+    action = decide(replace(before, said=lost))
+    assert isinstance(action, WriteStatus)
+    assert (action.reason, action.event, action.warning) == ("LedgerRewound", True, True)
+    told = condition_of(action.status, "LedgerRewound")
+    assert told is not None
+    assert (told.status, told.reason) == ("True", "EventsLost")
+    known = replace(before, session=session(status=action.status))
+    assert decide(replace(known, said=lost)) == Nothing()
+    # On another pod nobody knows of it any more.
+    again = decide(
+        replace(known, said=msgspec.structs.replace(talks, units=9), now_ms=NOW_MS + 90_000)
+    )
+    parks = decide(replace(known, said=said(FeedPhase.PARKED, reason="client_away")))
+    for action in (again, parks):
+        assert isinstance(action, WriteStatus)
+        assert condition_of(action.status, "LedgerRewound") == told
 
 
 # --- a whole life, simulated --------------------------------------------------------------------

@@ -68,7 +68,7 @@ async def test_what_a_look_says_and_why_it_failed_carry_its_object(lines: io.Str
     dirty = DirtySet()
     dirty.mark(Kind.POOL, KEY)
     task = asyncio.create_task(dirty.run({Kind.POOL: look}, 1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await looked.wait()
         await dirty.drained()
     task.cancel()

@@ -1,9 +1,14 @@
 """Random sessions: planner, records and renderer always agree.
 
-The machine keeps what a session would keep: records of admitted appends. Every prompt that a plan
-implies is rendered from them and measured, every state is counted again from them, and what leaves
-the window is checked against the policy's own words.
+The machine keeps what a session would keep, records of admitted appends, and what an engine would:
+the positions of the stream. Every prompt that a plan implies is rendered from the records and
+measured, every state is counted again from them, and what leaves the window is checked against the
+policy's own words. However a stream came to be where it is, one that is made anew is the same:
+after a preemption (the engine computes what it held once more), and when it is lost between the
+plan and its commit (the append is admitted again).
 """
+
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -17,13 +22,21 @@ from duplex_sidecar.window.parts import (
     HistoryUnit,
     LayoutIds,
     MediaLengths,
+    MediaPart,
     PromptContext,
+    PromptPart,
     UnitInput,
     parts_length,
 )
 from duplex_sidecar.window.plan import plan
 from duplex_sidecar.window.policy import WindowPolicy
-from duplex_sidecar.window.render import append_parts, render_append, render_prompt, unit_parts
+from duplex_sidecar.window.render import (
+    append_parts,
+    prompt_parts,
+    render_append,
+    render_prompt,
+    unit_parts,
+)
 from duplex_sidecar.window.restate import restate
 from duplex_sidecar.window.state import (
     EMPTY_WINDOW,
@@ -68,8 +81,23 @@ directives = st.builds(
     boundary=st.sampled_from(WindowBoundary),
     boundary_limit_units=st.integers(0, 4),
 )
+losses = st.sampled_from(
+    (RebuildCause.EVICTION, RebuildCause.ENGINE_RESTART, RebuildCause.REPLICA_RESTART)
+)
 answers = st.lists(st.integers(0, 60), max_size=6).map(tuple)
 blocks = st.lists(st.sampled_from(BlockKind), max_size=3).map(tuple)
+Position = int | tuple[str, int, int, int]
+"""An id, or which row of which audio chunk or image block of which unit."""
+
+
+def positions_of(parts: Sequence[PromptPart]) -> list[Position]:
+    placed: list[Position] = []
+    for part in parts:
+        if isinstance(part, MediaPart):
+            placed += [(part.kind, part.unit, part.index, row) for row in range(part.length)]
+        else:
+            placed += part.ids
+    return placed
 
 
 class WindowSessions(RuleBasedStateMachine):
@@ -88,6 +116,7 @@ class WindowSessions(RuleBasedStateMachine):
         self.history: list[HistoryUnit] = []
         self.said: list[int] = []
         self.pending: UnitInput | None = None
+        self.stream: list[Position] | None = None
 
     @rule(
         answer=answers,
@@ -104,11 +133,9 @@ class WindowSessions(RuleBasedStateMachine):
         ends: WindowBoundary,
         directive: Directive,
     ) -> None:
-        seq = self.pending.seq + 1 if self.pending else 1
-        unit = UnitInput(seq, chunks, frames)
-        update = parts_length(append_parts(unit, None, IDS, LENGTHS))
-        update += 2 if self.pending else self.layout.context_tokens
-        append = WindowAppend(seq, update, answer if self.pending else (), ends)
+        unit, append = self.next_append(answer, chunks, frames, ends)
+        if self.pending is not None and self.stream is None:
+            directive = msgspec.structs.replace(directive, rebuild=RebuildCause.TRUNCATION)
         before = msgspec.msgpack.encode(self.state)
         decision, after = self.planned(append, directive)
         assert (decision, after) == self.planned(append, directive)
@@ -122,6 +149,94 @@ class WindowSessions(RuleBasedStateMachine):
             return
         self.admit(decision, after, unit, answer, directive)
 
+    @precondition(lambda self: self.pending is None or self.stream is not None)
+    @rule(
+        answer=answers,
+        chunks=st.integers(1, 3),
+        frames=blocks,
+        ends=st.sampled_from(WindowBoundary),
+        directive=directives,
+        loss=losses,
+        times=st.integers(1, 2),
+    )
+    def stream_is_lost_between_plan_and_commit(
+        self,
+        answer: tuple[int, ...],
+        chunks: int,
+        frames: tuple[BlockKind, ...],
+        ends: WindowBoundary,
+        directive: Directive,
+        loss: RebuildCause,
+        times: int,
+    ) -> None:
+        """The append is admitted again, from the state that counts: that before it. It drops what
+        it would have dropped, and the new stream holds what the lost one would have held."""
+        unit, append = self.next_append(answer, chunks, frames, ends)
+        first, state = self.planned(append, directive)
+        again = msgspec.structs.replace(directive, rebuild=loss)
+        for _ in range(times):
+            second, after = self.planned(append, again)
+            assert after == state
+        if isinstance(first, Overflow) or isinstance(second, Overflow):
+            assert isinstance(first, Overflow)
+            assert isinstance(second, Overflow)
+            assert first.projected_tokens == second.projected_tokens
+            return
+        assert isinstance(second, Rebuild)
+        assert second.cause is loss
+        if isinstance(first, Rebuild):
+            assert msgspec.structs.replace(first, cause=loss) == second
+        else:
+            assert (second.drop_units, second.replacement_tokens) == (0, first.prompt_tokens)
+        lost = self.stream_after(first, unit, answer)
+        self.admit(second, after, unit, answer, again)
+        assert self.stream == lost
+
+    @precondition(lambda self: self.stream is not None)
+    @rule()
+    def preemption(self) -> None:
+        """The engine gives the blocks away and computes its own request once more. Nobody plans:
+        the records say of every position what it was."""
+        assert self.pending is not None
+        whole = prompt_parts(
+            self.context, self.state.previous_ids, self.history, self.pending, IDS, LENGTHS
+        )
+        assert positions_of(whole) == self.stream
+        assert len(self.stream) == self.state.prompt_tokens
+
+    def next_append(
+        self,
+        answer: tuple[int, ...],
+        chunks: int,
+        frames: tuple[BlockKind, ...],
+        ends: WindowBoundary,
+    ) -> tuple[UnitInput, WindowAppend]:
+        seq = self.pending.seq + 1 if self.pending else 1
+        unit = UnitInput(seq, chunks, frames)
+        update = parts_length(append_parts(unit, None, IDS, LENGTHS))
+        update += 2 if self.pending else self.layout.context_tokens
+        return unit, WindowAppend(seq, update, answer if self.pending else (), ends)
+
+    def stream_after(
+        self,
+        decision: Extend | Rebuild,
+        unit: UnitInput,
+        answer: tuple[int, ...],
+    ) -> list[Position]:
+        """What the stream holds once that plan is carried out."""
+        history = list(self.history)
+        if self.pending is not None:
+            history.append(HistoryUnit(self.pending, answer, CHUNK_EOS))
+        if isinstance(decision, Extend) and self.pending is not None:
+            assert self.stream is not None
+            added = append_parts(unit, history[-1], IDS, LENGTHS)
+            return [*self.stream, *answer, *positions_of(added)]
+        previous_ids: tuple[int, ...] = ()
+        if isinstance(decision, Rebuild):
+            del history[: decision.drop_units]
+            previous_ids = decision.previous_ids
+        return positions_of(prompt_parts(self.context, previous_ids, history, unit, IDS, LENGTHS))
+
     def planned(self, append: WindowAppend, directive: Directive) -> tuple[Plan, WindowState]:
         return plan(self.state, append, self.policy, self.layout, self.limits, directive)
 
@@ -133,6 +248,7 @@ class WindowSessions(RuleBasedStateMachine):
         answer: tuple[int, ...],
         directive: Directive,
     ) -> None:
+        self.stream = self.stream_after(decision, unit, answer)
         if self.pending is not None:
             self.history.append(HistoryUnit(self.pending, answer, CHUNK_EOS))
         if isinstance(decision, Rebuild):
@@ -201,6 +317,7 @@ class WindowSessions(RuleBasedStateMachine):
         unheard = [HistoryUnit(unit.input, (), LISTEN) for unit in self.history[at + 1 :]]
         self.history[at:] = [cut, *unheard]
         assert self.pending is not None
+        self.stream = None
         self.state = restate(
             self.state, self.policy, self.layout, self.history, self.pending, IDS, LENGTHS
         )

@@ -225,8 +225,20 @@ def test_planning_600_units_takes_at_most_50_microseconds(
     state = full_context(600)
     policy = WindowPolicy(mode, high, low, 500, max_units)
     append = WindowAppend(602, 13, tuple(range(100, 119)))
-    best = min(_timed(state, append, policy) for _ in range(50))
-    assert best <= 50e-6
+    best = min(_timed(state, append, policy) for _ in range(200))
+    assert best <= 50e-6 * times_slower()
+
+
+def times_slower() -> float:
+    """Than a processor on which the bound holds with room to spare; at least 1."""
+
+    def counted() -> float:
+        start = time.perf_counter()
+        for number in range(1_000):
+            _ = number + 1
+        return time.perf_counter() - start
+
+    return max(1.0, min(counted() for _ in range(200)) / 20e-6)
 
 
 def _timed(state: WindowState, append: WindowAppend, policy: WindowPolicy) -> float:
