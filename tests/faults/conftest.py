@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support import last_run
+from support.aof_witness import AofWitness
 from support.arena import Arena
 from support.sidecars import make_bed
 
@@ -17,6 +18,13 @@ def arena(tiny_checkpoint: Path) -> Iterator[Arena]:
         yield arena
     finally:
         arena.bed.close()
+
+
+@pytest.fixture(scope="module")
+def witness() -> AofWitness:
+    """Hears what the product's reader says of the sessions of a module, for a last test that asks
+    the server's append-only file."""
+    return AofWitness()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import last_run
+from support.aof_witness import AofWitness
 
 from duplex_sidecar.history.verdict import Minimums
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -97,6 +98,23 @@ async def test_deaths_at_random(ground: Ground, mode: Mode) -> None:
         await ground.hold(f"random-{mode}-{seed}", mode, chosen, proof=seed % 3 != 2)
     assert Minimums(takeovers=many, redos=many // 10).missing(ground.counts) == []
     ground.record("random", points)
+
+
+async def test_the_append_only_file_says_the_same(
+    ground: Ground, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On a server of their own, since the file of all the others is large."""
+    server, witness = EmbeddedValkey(tmp_path_factory.mktemp("valkey")), AofWitness()
+    server.start()
+    try:
+        apart = ground.on(server.url, witness)
+        for seed, mode in enumerate(MODES):
+            await apart.hold(f"file-{mode}", mode, random_points(seed))
+        assert len(witness.ends) == len(MODES)
+        assert witness.differences(server.url, tmp_path / "copy") == []
+    finally:
+        server.stop()
+    last_run.add("append_only_file", [], sessions={"crash_points": len(witness.ends)})
 
 
 def test_as_many_deaths_as_the_proof_asks_for() -> None:
