@@ -21,7 +21,7 @@ from support.operators import (
 )
 from support.stand_in_sidecar import StandInSidecar, sha256
 
-from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, call_key, route_key
+from duplex_api.routes import RouteRecord, call_key, route_key
 from duplex_api.session import SessionPhase
 from duplex_operator.apply import POOLS, SECRETS, SESSIONS, KubernetesApi
 from duplex_operator.names import ADMIN_PORT
@@ -374,13 +374,7 @@ async def test_a_parked_session_comes_back_for_its_client(place: Place, redis: R
         assert status["lastPlacement"]["fence"] == 1
 
         await routed(redis, uid, SessionPhase.PARKED)
-
-        async def woken() -> bool:
-            """Asked for again and again, as a gateway does: a call may come to nothing."""
-            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
-            return (await place.status("talk")).get("phase") != "Parked"
-
-        await until(woken, "a place for the client", poll_s=1.0)
+        await place.wake_session(redis, "talk", uid)
         status = await place.phase("talk", "Ready")
         assert status["placement"]["fence"] == 2
 

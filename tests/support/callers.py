@@ -200,7 +200,13 @@ async def speaking(
         came.set()
 
     conversation = Conversation(
-        url, named.uid, named.token, speech(seconds), redial_for_s=30.0, tls=tls, on_event=take
+        url,
+        named.uid,
+        named.token,
+        speech(seconds),
+        redial_for_s=UNIT_TIMEOUT_S,
+        tls=tls,
+        on_event=take,
     )
     task = asyncio.create_task(conversation.run())
     task.add_done_callback(lambda _: came.set())

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import kopf
+from redis.asyncio import Redis
 from support.stand_in_sidecar import StandInSidecar
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
+from duplex_api.routes import WAKE_FIELD, WAKE_STREAM
 from duplex_operator.apply import EVENTS, PODS, POOLS, SESSIONS, KubernetesApi, MissingError
 from duplex_operator.connect import connection
 from duplex_operator.names import (
@@ -157,6 +159,16 @@ class Place:
         await self.user.patch(
             SESSIONS, ObjectKey(self.namespace, name), {"spec": spec}, version=None
         )
+
+    async def wake_session(self, redis: Redis, name: str, uid: str) -> None:
+        """Until it is not parked any more: asked for again and again, as a gateway does, since one
+        call may come to nothing."""
+
+        async def woken() -> bool:
+            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+            return (await self.status(name)).get("phase") != "Parked"
+
+        await until(woken, f"{name} woken", poll_s=1.0)
 
     async def delete_session(self, name: str) -> None:
         session = await self.session(name)
