@@ -84,7 +84,7 @@ class Conversation:
         self._redial_for_s = redial_for_s
         # The SDK names only a part of what it passes on to the connection.
         options = {} if tls is None else {"ssl": tls}
-        self._options: WebSocketConnectionOptions = cast("WebSocketConnectionOptions", options)
+        self._options = cast(WebSocketConnectionOptions, options)
         self._on_event = on_event
         self._last_sequence = 0
         self._position = 0
