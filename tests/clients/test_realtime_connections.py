@@ -266,6 +266,9 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(sidecar: LocalSideca
     async def why_cut_off(client: RealtimeClient) -> tuple[int, str]:
         # The server keeps what it wrote for a few seconds only: read as soon as it gave up.
         await eventually(cut_off, "the client that does not read is cut off")
+        client.socket.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 1_048_576
+        )
         return await client.until_closed()
 
     async def talk_on(client: RealtimeClient) -> None:

@@ -524,7 +524,9 @@ async def talk_badly(
             here = await stack.enter_async_context(world.replica(tapes, shadowed=shadowed))
             if kind == MOVE:
                 for speaker in speakers:
-                    await lost.registry.departures.park(speaker.session, grace_s=0.1)
+                    await lost.registry.departures.park(
+                        speaker.session, grace_s=0.1, unit_s=FEED_TIMEOUT_S
+                    )
             else:
                 here.registry.declare_dead(lost.name)
             for speaker in speakers:

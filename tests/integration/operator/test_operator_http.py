@@ -359,6 +359,16 @@ async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
     await client.close()
 
 
+async def test_what_goes_on_is_not_begun_anew(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    with pytest.raises(SidecarRefusalError) as caught:
+        await client.put_session("lost", "{}", "f" * 64, 1, resume=True)
+    assert (caught.value.status, caught.value.code) == (410, "ledger_lost")
+    await client.put_session("lost", "{}", "f" * 64, 1)
+    await client.put_session("lost", "{}", "f" * 64, 1, resume=True)
+    await client.close()
+
+
 async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> None:
     client = client_of()
     await client.put_session("spoken", "{}", "f" * 64, 1, b"a voice")
