@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.clusters import OwnCluster
-from support.kube import quiet_port
 from support.sidecar_pods import PORT, READY_TIMEOUT_S, sidecar_pod
 
+from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 @pytest.fixture
 def ledger_url(own_cluster: OwnCluster, tmp_path: Path) -> Iterator[str]:
     """A Valkey of this machine, as pods reach it."""
-    port = quiet_port()
+    port = free_port()
     valkey = EmbeddedValkey(tmp_path / "ledger", port=port)
     valkey.start()
     try:

@@ -282,17 +282,6 @@ def _forwarded_port(stdout: Iterable[str], command: str) -> int:
     raise KubeError(f"{command}: {' '.join(said)}")
 
 
-def quiet_port() -> int:
-    """A port that nobody listens on now, of those that the kernel gives to no outgoing connection:
-    it is still free when a program that starts slowly takes it."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = lowest - 1 - secrets.randbelow(lowest // 2)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-
-
 def restricted_namespace(name: str, enforce: str = "restricted") -> Json:
     """A namespace under a level of Pod Security."""
     labels = {f"{POD_SECURITY}/enforce": enforce}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.api_servers import ApiServer
-from support.kube import quiet_port
+
+from duplex_sidecar.client.local_sidecar import free_port
 
 
 @dataclass
@@ -34,7 +35,7 @@ def operator(
     api_server: ApiServer, namespace: str, redis_url: str, **more: str
 ) -> Iterator[Process]:
     """Of this namespace. Killed at the end."""
-    port = quiet_port()
+    port = free_port()
     environment = {
         **api_server.environment(),
         "DUPLEX_NAMESPACE": namespace,

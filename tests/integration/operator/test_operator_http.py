@@ -490,6 +490,33 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
     await routes.close()
 
 
+async def test_a_wake_between_two_looks_is_heard(
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_operator.routes.WAKE_BLOCK_MS", 1)
+    routes = Routes(valkey.url)
+    redis = Redis.from_url(valkey.url, protocol=2, decode_responses=True)
+    await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "of before"})
+    look, called = routes._redis.xread, list[str]()
+
+    async def looking(*arguments: Any, **named: Any) -> Any:
+        answer = await look(*arguments, **named)
+        if not answer and not called:
+            called.append("r2")
+            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "r2"})
+        return answer
+
+    monkeypatch.setattr(routes._redis, "xread", looking)
+    woken: asyncio.Queue[str] = asyncio.Queue()
+    task = asyncio.create_task(routes.wakes(woken.put_nowait))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await woken.get() == "r2"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await redis.aclose()
+    await routes.close()
+
+
 async def test_the_primary_is_the_one_that_sentinels_name(tmp_path: Path) -> None:
     """Also after they have named another one."""
     record = RouteRecord(token_sha256="a" * 64, phase=SessionPhase.READY, pool="a/b", session="c/d")
