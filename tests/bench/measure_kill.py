@@ -87,7 +87,9 @@ def _kill_crowds(rig: Rig, count: int) -> list[list[Kill]]:
             for number in range(count):
                 second, _ = rig.start_sidecar(f"crowd-{number + 1}", slots=CROWD)
                 in_flight = number % 2 == 1
-                list(pool.map(lambda walk: walk.get_ready(in_flight=in_flight), walks))  # noqa: B023
+                list(pool.map(_Walk.talk_up_to_a_reply, walks))
+                if in_flight:
+                    list(pool.map(_Walk.send_next, walks))
                 death = _Death.of(walks[0].sidecar, second, proven=True, in_flight=in_flight)
                 kills.append(list(pool.map(lambda walk: walk.go_on(death), walks)))  # noqa: B023
                 death.bury()
@@ -149,18 +151,18 @@ class _Walk:
         self._client.hang_up()
 
     def kill(self, second: LocalSidecar, *, proven: bool, in_flight: bool) -> Kill:
-        self.get_ready(in_flight=in_flight)
+        self.talk_up_to_a_reply()
+        if in_flight:
+            self.send_next()
         death = _Death.of(self.sidecar, second, proven=proven, in_flight=in_flight)
         kill = self.go_on(death)
         death.bury()
         return kill
 
-    def get_ready(self, *, in_flight: bool) -> None:
-        """Talk until the next unit will be spoken; in_flight: it is sent."""
-        self._talk_up_to_a_reply()
-        if in_flight:
-            self._client.send(self._next_unit(), self.seq + 1)
-            time.sleep(IN_FLIGHT_S)
+    def send_next(self) -> None:
+        """It is under way when this returns."""
+        self._client.send(self._next_unit(), self.seq + 1)
+        time.sleep(IN_FLIGHT_S)
 
     def go_on(self, death: _Death) -> Kill:
         """At the second sidecar."""
@@ -181,7 +183,7 @@ class _Walk:
             first_unit=seen.unit,
         )
 
-    def _talk_up_to_a_reply(self) -> None:
+    def talk_up_to_a_reply(self) -> None:
         """At least a few units, then on until the next one will very likely be spoken."""
         for number in range(MOST_UNITS_BETWEEN):
             upcoming = self._next_unit()
