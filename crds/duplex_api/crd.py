@@ -264,19 +264,14 @@ def _crd(
                             "properties": {
                                 "apiVersion": _text(f"Always {API_VERSION}."),
                                 "kind": _text(f"Always {names['kind']}."),
-                                # Beside its type only the name may be narrowed here.
+                                # Beside its type only the name may be narrowed here; it tells
+                                # what it is by itself.
                                 "metadata": {
                                     "type": "object",
-                                    "description": "Kubernetes' own, with shorter names.",
                                     "properties": {
                                         "name": {
                                             key: name[key]
-                                            for key in (
-                                                "type",
-                                                "description",
-                                                "maxLength",
-                                                "pattern",
-                                            )
+                                            for key in ("type", "maxLength", "pattern")
                                         }
                                     },
                                 },

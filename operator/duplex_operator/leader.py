@@ -185,15 +185,19 @@ class Leader:
 
     async def _give_back(self) -> None:
         """The next one need not wait for the lease to run out."""
-        sighting, leads = self._sighting, self.leads
+        leads = self.leads
         self._leads_until_s = float("-inf")
-        if sighting is None or not leads:
+        if not leads:
             return
         with suppress(ApiError, TimeoutError):
             async with asyncio.timeout(PERIOD_S):
-                await self._api.patch_lease(
-                    self._lease, {"holderIdentity": ""}, sighting.record.version
-                )
+                await self._free()
+
+    async def _free(self) -> None:
+        """As it is now: a renewal that was cancelled on its way may have got there all the same."""
+        record = _record(await self._api.get(LEASES, self._lease))
+        if record.holder == self._identity:
+            await self._api.patch_lease(self._lease, {"holderIdentity": ""}, record.version)
 
 
 def _record(raw: RawObject) -> LeaseRecord:

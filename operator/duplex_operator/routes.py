@@ -135,9 +135,11 @@ class Routes:
     async def wakes(self, wake: Callable[[str], None]) -> None:
         """Tells `wake` each uid that a client waits for, from now on, until cancelled. While the
         ledger is away nothing is told; a client that goes on waiting asks again."""
-        last = "$"
+        last = ""
         while True:
             try:
+                # By its name, and not "from now on" with each look: one between two would be lost.
+                last = last or await self._newest_wake()
                 answer = await self._do(
                     lambda at=last: self._redis.xread(
                         {WAKE_STREAM: at}, count=WAKE_BATCH, block=WAKE_BLOCK_MS
@@ -149,6 +151,11 @@ class Routes:
             for entry, uid in _entries(answer):
                 last = entry
                 wake(uid)
+
+    async def _newest_wake(self) -> str:
+        found = await self._do(lambda: self._redis.xrevrange(WAKE_STREAM, count=1))
+        entries = cast("list[tuple[str, dict[str, str]]]", found)
+        return entries[0][0] if entries else "0-0"
 
     async def _do(self, call: Callable[[], Awaitable[_T]]) -> _T:
         self.calls += 1

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.console import Console
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarFailed
 from tests.bench import conditions
 from tests.bench.figures import Broken, Figure, as_json, exit_status, print_table
+from tests.bench.measure_bytes import measure_bytes
 from tests.bench.measure_demo import measure_demo
 from tests.bench.measure_handover import measure_handover
 from tests.bench.measure_kill import measure_kill
@@ -37,6 +38,7 @@ from tests.bench.rig import Rig
 MEASURES = (
     "planner",
     "ledger",
+    "bytes",
     "start",
     "units",
     "memory",
@@ -81,12 +83,16 @@ def main() -> int:
     parser.add_argument("measures", nargs="*", help=f"some of: {', '.join(MEASURES)}")
     parser.add_argument("--quick", action="store_true", help="fewer units: shows that it runs")
     parser.add_argument("--strict", action="store_true", help="a missed target is a failure")
-    parser.add_argument("--name", help="of the result file (default: cpu-tiny, or ledger)")
+    parser.add_argument("--name", help="of the result file (default: cpu-tiny, or the measures')")
     parser.add_argument("--checkpoint", type=Path, help="default: the tiny one, made if need be")
     arguments = parser.parse_args()
     chosen: list[str] = arguments.measures or list(MEASURES)
     if unknown := set(chosen) - set(MEASURES):
         parser.error(f"unknown measure {min(unknown)!r}; there are {', '.join(MEASURES)}")
+    folder = QUICK_RESULTS if arguments.quick else RESULTS
+    path = folder / f"{arguments.name or default_name(chosen)}.json"
+    if lost := would_lose(path, chosen):
+        parser.error(f"{path.name} also has figures of {', '.join(lost)}: choose another --name")
     console = Console(width=None if sys.stdout.isatty() else 160)
     before, began = conditions.load_average(), time.monotonic()
     # So that a `kill` or a timeout of this program leaves no sidecar behind.
@@ -111,13 +117,26 @@ def main() -> int:
         "figures": [as_json(figure) for figure in results.figures],
         "data": results.data,
     }
-    folder = QUICK_RESULTS if arguments.quick else RESULTS
-    # A run of the ledger alone takes the place of no figure of another run.
-    name = arguments.name or ("ledger" if chosen == ["ledger"] else "cpu-tiny")
-    path = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(document))
     return conclude(results, path, console, arguments.strict)
+
+
+def default_name(chosen: Sequence[str]) -> str:
+    """Each set of measures has a file of its own, so that a run of some takes the place of no
+    figure of others."""
+    if set(chosen) == set(MEASURES):
+        return "cpu-tiny"
+    return "-".join(name for name in MEASURES if name in chosen)
+
+
+def would_lose(path: Path, chosen: Sequence[str]) -> list[str]:
+    """Measures of the file that a run of `chosen` would not have. A file has one run's conditions
+    and revision, so nothing of two runs is put together."""
+    if not path.exists():
+        return []
+    there: list[str] = json.loads(path.read_text())["settings"]["measures"]
+    return [name for name in there if name not in chosen]
 
 
 def leave(number: int, _frame: FrameType | None) -> None:
@@ -130,6 +149,8 @@ def run(rig: Rig, chosen: list[str], results: Results, console: Console) -> None
         results.take("planner", lambda: measure_planner(rig.quick), console)
     if "ledger" in chosen:
         results.take("ledger", lambda: measure_ledger(rig.quick), console)
+    if "bytes" in chosen:
+        results.take("bytes", lambda: measure_bytes(rig.quick), console)
     if set(chosen) & {"start", "units", "memory", "kill"}:
         with ExitStack() as stack:
             warm: list[LocalSidecar] = []

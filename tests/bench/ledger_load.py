@@ -75,12 +75,12 @@ class Samples:
 class Payload:
     """Bytes that differ from unit to unit and cost nothing to make."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_bytes: int = ROWS_BYTES) -> None:
         chance = random.Random(5)
-        size = ROWS_BYTES + PCM_BYTES + SPOKEN_BYTES
+        size = rows_bytes + PCM_BYTES + SPOKEN_BYTES
         self._blobs = [chance.randbytes(size) for _ in range(_BLOBS)]
         self._pcm = [blob[:PCM_BYTES] for blob in self._blobs]
-        self._rows = [blob[PCM_BYTES : PCM_BYTES + ROWS_BYTES] for blob in self._blobs]
+        self._rows = [blob[PCM_BYTES : PCM_BYTES + rows_bytes] for blob in self._blobs]
         self._spoken = [blob[-SPOKEN_BYTES:] for blob in self._blobs]
         self.state = chance.randbytes(STATE_BYTES)
         self.voice_state = chance.randbytes(VOICE_STATE_BYTES)
@@ -94,12 +94,25 @@ class Payload:
         return self._spoken[(seq * 5 + who) % _BLOBS]
 
 
+def context_trim(seq: int) -> Trim:
+    """What the commit of that unit drops."""
+    return Trim(window_below=max(1, seq - WINDOW_UNITS + 1), pcm_below=max(1, seq - PCM_UNITS + 1))
+
+
 class Session:
     """One owner with its lease."""
 
     def __init__(
-        self, ledger: Ledger, payload: Payload, who: int, lease: Lease, head: Head
+        self,
+        ledger: Ledger,
+        payload: Payload,
+        who: int,
+        lease: Lease,
+        head: Head,
+        trim: Callable[[int], Trim],
     ) -> None:
+        self.name = lease.session
+        self._trim = trim
         self._ledger = ledger
         self._payload = payload
         self._who = who
@@ -109,7 +122,13 @@ class Session:
         self.keeper = LeaseKeeper(self._renew, lease)
 
     @classmethod
-    async def open(cls, ledger: Ledger, payload: Payload, who: int) -> "Session":
+    async def open(
+        cls,
+        ledger: Ledger,
+        payload: Payload,
+        who: int,
+        trim: Callable[[int], Trim] = context_trim,
+    ) -> "Session":
         name = f"bench-{who}"
         head = await ledger.create(
             OpeningDraft(
@@ -128,7 +147,7 @@ class Session:
             token_sha256=hashlib.sha256(name.encode()).hexdigest(),
             state=payload.state,
         )
-        return cls(ledger, payload, who, await ledger.acquire(name, "bench"), head)
+        return cls(ledger, payload, who, await ledger.acquire(name, "bench"), head, trim)
 
     async def _renew(self, lease: Lease) -> Lease:
         began = time.perf_counter()
@@ -167,11 +186,8 @@ class Session:
             turn_end=False,
             plan=_PLAN,
         )
-        trim = Trim(
-            window_below=max(1, seq - WINDOW_UNITS + 1), pcm_below=max(1, seq - PCM_UNITS + 1)
-        )
         self._head = await self._ledger.commit(
-            self.keeper.lease, self._head, draft, state=self._payload.state, trim=trim
+            self.keeper.lease, self._head, draft, state=self._payload.state, trim=self._trim(seq)
         )
 
     async def journal(self) -> None:

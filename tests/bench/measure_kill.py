@@ -3,11 +3,14 @@
 The session wanders: what takes it over from the first victim is the next victim, and each time the
 one after that is started and ready before the kill. A client holds the next unit, as a microphone
 would have recorded it meanwhile, dials the second sidecar at once and sends it.
+
+Then eight sessions at once, with a client each: how long until the last of them goes on?
 """
 
 import contextlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import psutil
@@ -19,7 +22,8 @@ from tests.bench.rig import Rig
 from tests.bench.scenarios import CONTEXT
 from tests.bench.stats import spread
 
-AGAIN_S = 3.0
+AGAIN_S, AGAIN_UNPROVEN_S, AGAIN_ALL_S = 3.0, 4.5, 5.0
+CROWD = 8
 UNITS_BETWEEN = 6
 MOST_UNITS_BETWEEN = 30
 IN_FLIGHT_S = 0.02
@@ -41,6 +45,11 @@ class Kill:
     decision: str
     first_unit: int
 
+    @property
+    def whole_s(self) -> float:
+        """To the next unit and all of its sound."""
+        return max(self.next_unit_s, self.audio_s or 0.0)
+
 
 def measure_kill(rig: Rig, first: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
     """`first` is the first victim. Raises Broken, ApiError, SidecarFailed."""
@@ -57,7 +66,66 @@ def measure_kill(rig: Rig, first: LocalSidecar) -> tuple[list[Figure], dict[str,
     finally:
         client.hang_up()
     client.sidecar.stop()
-    return _figures(kills), {"kills": [_row(kill) for kill in kills], "units": walk.seq}
+    crowds = _kill_crowds(rig, 1 if rig.quick else 3)
+    return [*_figures(kills), *_crowd_figures(crowds)], {
+        "kills": [_row(kill) for kill in kills],
+        "units": walk.seq,
+        "kills_of_a_crowd": [[_row(kill) for kill in kills] for kills in crowds],
+    }
+
+
+def _kill_crowds(rig: Rig, count: int) -> list[list[Kill]]:
+    """So many kills of a sidecar with `CROWD` sessions, each with a client of its own; the second
+    sidecar is ready and is told of the death. Raises Broken, ApiError, SidecarFailed."""
+    units = script(rig.speech, 600, forced=rig.forced)
+    victim, _ = rig.start_sidecar("crowd-0", slots=CROWD)
+    walks = [_Walk(rig, rig.open(victim, CONTEXT), units) for _ in range(CROWD)]
+    kills: list[list[Kill]] = []
+    with ThreadPoolExecutor(CROWD) as pool:
+        try:
+            list(pool.map(_Walk.dial, walks))
+            for number in range(count):
+                second, _ = rig.start_sidecar(f"crowd-{number + 1}", slots=CROWD)
+                in_flight = number % 2 == 1
+                list(pool.map(_Walk.talk_up_to_a_reply, walks))
+                if in_flight:
+                    list(pool.map(_Walk.send_next, walks))
+                death = _Death.of(walks[0].sidecar, second, proven=True, in_flight=in_flight)
+                kills.append(list(pool.map(lambda walk: walk.go_on(death), walks)))  # noqa: B023
+                death.bury()
+            list(pool.map(_Walk.end, walks))
+        finally:
+            for walk in walks:
+                walk.hang_up()
+    walks[0].sidecar.stop()
+    return kills
+
+
+@dataclass(frozen=True)
+class _Death:
+    """A SIGKILL to a sidecar's whole tree. began: by `perf_counter`."""
+
+    second: LocalSidecar
+    tree: Sequence[psutil.Process]
+    began: float
+    killed_s: float
+    proven: bool
+    in_flight: bool
+
+    @classmethod
+    def of(
+        cls, victim: LocalSidecar, second: LocalSidecar, *, proven: bool, in_flight: bool
+    ) -> "_Death":
+        tree = victim.tree()
+        began = time.perf_counter()
+        _kill(victim, tree)
+        killed_s = time.perf_counter() - began
+        if proven:
+            second.declare_dead(victim.settings.replica)
+        return cls(second, tree, began, killed_s, proven, in_flight)
+
+    def bury(self) -> None:
+        psutil.wait_procs(self.tree, timeout=30)
 
 
 class _Walk:
@@ -69,29 +137,45 @@ class _Walk:
         self._client = client
         self._units = units
 
+    @property
+    def sidecar(self) -> LocalSidecar:
+        return self._client.sidecar
+
+    def dial(self) -> None:
+        self._client.dial()
+
+    def end(self) -> None:
+        self._client.close_session()
+
+    def hang_up(self) -> None:
+        self._client.hang_up()
+
     def kill(self, second: LocalSidecar, *, proven: bool, in_flight: bool) -> Kill:
-        self._talk_up_to_a_reply()
-        client, victim = self._client, self._client.sidecar
-        pending = self._next_unit()
+        self.talk_up_to_a_reply()
         if in_flight:
-            client.send(pending, self.seq + 1)
-            time.sleep(IN_FLIGHT_S)
-        tree = victim.tree()
-        began = time.perf_counter()
-        _kill(victim, tree)
-        killed_s = time.perf_counter() - began
+            self.send_next()
+        death = _Death.of(self.sidecar, second, proven=proven, in_flight=in_flight)
+        kill = self.go_on(death)
+        death.bury()
+        return kill
+
+    def send_next(self) -> None:
+        """It is under way when this returns."""
+        self._client.send(self._next_unit(), self.seq + 1)
+        time.sleep(IN_FLIGHT_S)
+
+    def go_on(self, death: _Death) -> Kill:
+        """At the second sidecar."""
+        client = self._client
         client.hang_up()
-        if proven:
-            second.declare_dead(victim.settings.replica)
-        client.sidecar = second
+        client.sidecar = death.second
         facts = client.dial(resume=True, for_s=ANSWER_TIMEOUT_S)
-        resumed_s = time.perf_counter() - began
-        seen = self._go_on(int(facts["next_unit"]), began)
-        psutil.wait_procs(tree, timeout=30)
+        resumed_s = time.perf_counter() - death.began
+        seen = self._first_answer(int(facts["next_unit"]), death.began)
         return Kill(
-            proven=proven,
-            in_flight=in_flight,
-            killed_s=killed_s,
+            proven=death.proven,
+            in_flight=death.in_flight,
+            killed_s=death.killed_s,
             resumed_s=resumed_s,
             next_unit_s=seen.client_ms / 1000,
             audio_s=None if seen.first_audio_ms is None else seen.first_audio_ms / 1000,
@@ -99,7 +183,7 @@ class _Walk:
             first_unit=seen.unit,
         )
 
-    def _talk_up_to_a_reply(self) -> None:
+    def talk_up_to_a_reply(self) -> None:
         """At least a few units, then on until the next one will very likely be spoken."""
         for number in range(MOST_UNITS_BETWEEN):
             upcoming = self._next_unit()
@@ -116,7 +200,7 @@ class _Walk:
             return not upcoming.force_listen
         return quiet_at_end(upcoming.pcm_s16le) and not quiet_at_end(before.pcm_s16le)
 
-    def _go_on(self, next_unit: int, began: float) -> Seen:
+    def _first_answer(self, next_unit: int, began: float) -> Seen:
         """The first unit that the second sidecar answers: the pending one, or the one behind it
         when the victim had got it into the journal. next_unit: what it wants to hear next; one that
         was accepted before the kill is not sent again."""
@@ -150,7 +234,7 @@ def _figures(kills: list[Kill]) -> list[Figure]:
     figures: list[Figure] = []
     for proven, how in ((True, "proof of death"), (False, "no proof: the lease runs out")):
         some = [kill for kill in kills if kill.proven is proven]
-        whole = spread([max(kill.next_unit_s, kill.audio_s or 0.0) for kill in some])
+        whole = spread([kill.whole_s for kill in some])
         spoken = [kill.audio_s for kill in some if kill.audio_s is not None]
         audio = spread(spoken)
         resumed = spread([kill.resumed_s for kill in some])
@@ -160,7 +244,7 @@ def _figures(kills: list[Kill]) -> list[Figure]:
                 f"kill to the next unit and its audio, {how}, p50",
                 whole.p50 if whole else None,
                 "s",
-                AGAIN_S if proven else None,
+                AGAIN_S if proven else AGAIN_UNPROVEN_S,
                 note,
             ),
             Figure(f"the same, {how}, slowest", whole.most if whole else None, "s"),
@@ -168,6 +252,19 @@ def _figures(kills: list[Kill]) -> list[Figure]:
             Figure(f"kill to resumed, {how}, p50", resumed.p50 if resumed else None, "s"),
         ]
     return figures
+
+
+def _crowd_figures(crowds: list[list[Kill]]) -> list[Figure]:
+    """Of each kill the session that had to wait longest."""
+    last = spread([max(kill.whole_s for kill in kills) for kills in crowds])
+    each = spread([kill.whole_s for kills in crowds for kill in kills])
+    spoken = sum(kill.audio_s is not None for kills in crowds for kill in kills)
+    name = f"kill to the next unit and its audio, {CROWD} sessions, proof of death"
+    note = f"{len(crowds)} kills, {spoken} sessions with sound"
+    return [
+        Figure(f"{name}, the last one", last.most if last else None, "s", AGAIN_ALL_S, note),
+        Figure(f"{name}, p50 of all", each.p50 if each else None, "s"),
+    ]
 
 
 def _row(kill: Kill) -> dict[str, object]:

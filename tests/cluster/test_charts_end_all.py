@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ from duplex_operator.names import SESSION_FINALIZER
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
+ENDED_WITHIN_S = 110.0
+"""Less than the 120 s that it waits when nobody says how long."""
 
 
 def session(name: str, *finalizers: str) -> Json:
@@ -46,7 +47,7 @@ def ending(server: ApiServer, namespaces: str, timeout_s: float) -> "subprocess.
 
 def ended(server: ApiServer, namespaces: str, timeout_s: float) -> tuple[int, str]:
     with ending(server, namespaces, timeout_s) as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=ENDED_WITHIN_S)
     return process.returncode, said
 
 
@@ -64,10 +65,8 @@ def test_without_an_operator_sessions_are_let_go_after_the_bound(
 ) -> None:
     for number in range(30):
         api_server.create(session(f"s{number}", SESSION_FINALIZER), api_namespace)
-    began = time.monotonic()
     status, said = ended(api_server, api_namespace, 2)
     assert status == 0, said
-    assert time.monotonic() - began < 20
     assert "30 not over after 2 s: let go by force" in said
     assert names(api_server, api_namespace) == []
 
@@ -102,7 +101,7 @@ def test_a_namespace_deleted_without_an_operator_hangs_until_its_sessions_are_le
 def test_an_operator_gets_its_time(api_server: ApiServer, api_namespace: str) -> None:
     """Somebody else takes the finalizer off, as an operator does once a ledger is erased."""
     api_server.create(session("s", SESSION_FINALIZER), api_namespace)
-    with ending(api_server, api_namespace, 60) as process:
+    with ending(api_server, api_namespace, 100) as process:
 
         def deleting() -> bool:
             found = api_server.get("duplexsession", "s", api_namespace)
@@ -111,7 +110,7 @@ def test_an_operator_gets_its_time(api_server: ApiServer, api_namespace: str) ->
         until(deleting, "the deletion")
         change: Json = {"metadata": {"finalizers": None}}
         api_server.patch("duplexsession", "s", change, api_namespace)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=ENDED_WITHIN_S)
     assert process.returncode == 0
     assert "by force" not in said
 

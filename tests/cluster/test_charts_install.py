@@ -59,15 +59,6 @@ def of_release(kube: Kube, namespace: str) -> list[str]:
     )
 
 
-def may(kube: Kube, user: str, verb: str, resource: str, namespace: str, *more: str) -> bool:
-    try:
-        arguments = ("auth", "can-i", verb, resource, f"--as={user}", "--quiet", *more)
-        kube.kubectl(*arguments, namespace=namespace)
-    except KubeError:
-        return False
-    return True
-
-
 def account(namespace: str, name: str) -> str:
     return f"system:serviceaccount:{namespace}:{name}"
 
@@ -222,7 +213,7 @@ def allowed_to(kube: Kube, user: str, namespace: str) -> frozenset[str]:
         plural, _, subresource = resource.partition("/")
         group = "" if plural == "secrets" else ".duplex.dev"
         more = (f"--subresource={subresource}",) if subresource else ()
-        if may(kube, user, verb, plural + group, namespace, *more):
+        if kube.may(user, verb, plural + group, namespace, *more):
             found.add(action)
     return frozenset(found)
 
@@ -263,12 +254,13 @@ def test_an_operator_of_two_namespaces_reaches_no_third(
         with installed(api_server, api_namespace, *watched):
             operator = account(api_namespace, "talk-operator")
             for verb, resource in (("create", "pods"), ("patch", "secrets"), ("list", "secrets")):
-                assert may(api_server, operator, verb, resource, voice)
-                assert not may(api_server, operator, verb, resource, other)
-                assert not may(api_server, operator, verb, resource, api_namespace)
-            assert not may(api_server, operator, "list", "nodes", voice)
-            assert may(api_server, operator, "patch", "leases/duplex-operator", api_namespace)
-            assert not may(api_server, operator, "patch", "leases/other", api_namespace)
+                api_server.await_right(operator, verb, resource, voice)
+                assert not api_server.may(operator, verb, resource, other)
+                assert not api_server.may(operator, verb, resource, api_namespace)
+            assert not api_server.may(operator, "list", "nodes", voice)
+            lease = "leases/duplex-operator"
+            api_server.await_right(operator, "patch", lease, api_namespace)
+            assert not api_server.may(operator, "patch", "leases/other", api_namespace)
             assert [
                 made for made in of_release(api_server, api_namespace) if "Cluster" in made
             ] == []
@@ -277,8 +269,8 @@ def test_an_operator_of_two_namespaces_reaches_no_third(
 def test_the_test_pod_reads_one_secret(api_server: ApiServer, api_namespace: str) -> None:
     with installed(api_server, api_namespace):
         tester = account(api_namespace, "talk-test")
-        assert may(api_server, tester, "get", "secrets/talk-test-token", api_namespace)
+        api_server.await_right(tester, "get", "secrets/talk-test-token", api_namespace)
         for refused in ("secrets/talk-ledger", "secrets"):
-            assert not may(api_server, tester, "get", refused, api_namespace)
+            assert not api_server.may(tester, "get", refused, api_namespace)
         gateway = account(api_namespace, "talk-gateway")
-        assert not may(api_server, gateway, "get", "duplexsessions.duplex.dev", api_namespace)
+        assert not api_server.may(gateway, "get", "duplexsessions.duplex.dev", api_namespace)

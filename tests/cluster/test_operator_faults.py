@@ -12,7 +12,7 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 from support.api_servers import ApiServer, running_api_server
-from support.operator_processes import operator
+from support.operator_processes import Process, operator
 from support.operators import Place, RunningOperator, login, operating, placed, until
 from support.stand_in_pods import StandInPods
 
@@ -25,12 +25,13 @@ from duplex_operator.apply import (
     SESSIONS,
     ApiError,
     KubernetesApi,
+    MissingError,
     RefusedError,
 )
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 AWAY_S = 30.0
 BACK_S = 60.0
@@ -75,6 +76,13 @@ async def with_kubelet(
         await user.close()
 
 
+async def leading(process: Process) -> None:
+    async def leads() -> bool:
+        return await asyncio.to_thread(process.leads)
+
+    await until(leads, "an operator that leads")
+
+
 def runs(place: Place, uid: str) -> bool:
     return bool(place.owner_of(uid))
 
@@ -90,6 +98,7 @@ async def test_the_api_server_is_away_for_half_a_minute(
 ) -> None:
     """Sessions go on, nobody is asked to stop one, and then the status tells what has happened."""
     with frail.namespace() as namespace, operator(frail, namespace, valkey.url) as process:
+        await leading(process)
         async with with_kubelet(frail, namespace, valkey.url, slots=4) as place:
             await place.make_pool(slots=4, replicas=2)
             uids = {name: await place.make_session(name) for name in ("talks", "comes", "ends")}
@@ -124,7 +133,8 @@ async def test_the_api_server_is_away_for_half_a_minute(
 async def test_a_pool_goes_under_live_sessions_and_comes_again(
     api_server: ApiServer, api_namespace: str, valkey: EmbeddedValkey
 ) -> None:
-    with operator(api_server, api_namespace, valkey.url):
+    with operator(api_server, api_namespace, valkey.url) as process:
+        await leading(process)
         async with with_kubelet(api_server, api_namespace, valkey.url, slots=2) as place:
             await place.make_pool(replicas=1)
             uid = await place.make_session("talk")
@@ -139,10 +149,16 @@ async def test_a_pool_goes_under_live_sessions_and_comes_again(
             assert "placement" not in status
             assert status["lastPlacement"] == first["placement"]
 
-            async def empty() -> bool:
-                return not place.pods
+            async def collected() -> bool:
+                """Its Secret, too: one of another pool by this name would be left alone."""
+                secret = ObjectKey(place.namespace, f"{place.pool}-admin")
+                try:
+                    await place.user.get(SECRETS, secret)
+                except MissingError:
+                    return not place.pods
+                return False
 
-            await until(empty, "the end of its pods")
+            await until(collected, "the end of what was its own", COLLECTED_S)
             await place.make_pool(replicas=1)
             status = await place.phase("talk", "Ready")
             assert status["placement"]["fence"] > first["placement"]["fence"]
@@ -225,6 +241,12 @@ async def test_hostile_strings_stay_strings(
         await pod.end(uids["escapes"], "\x1b[2J\n{{}}" + "y" * 4_000)
         status = await place.phase("escapes", "Ended")
         assert status["reason"].isalnum()
+
+        async def ending_told() -> bool:
+            events = await place.events("escapes")
+            return any(event["reason"] == status["reason"] for event in events)
+
+        await until(ending_told, "the Event of its end")
         told = str(
             [event["note"] for event in (await place.user.list(EVENTS, place.namespace)).items]
         )
@@ -269,7 +291,17 @@ async def as_neighbour(
     kubeconfig = folder / "neighbour"
     kubeconfig.write_text(yaml.safe_dump(config))
     api = KubernetesApi(login(kubeconfig))
+
+    async def granted() -> bool:
+        """The API server learns of a binding a moment after it has taken it."""
+        try:
+            await api.list(SESSIONS, namespace)
+        except RefusedError:
+            return False
+        return True
+
     try:
+        await until(granted, "the rights of the neighbour")
         yield api
     finally:
         await api.close()
@@ -320,10 +352,13 @@ async def test_a_neighbour_reaches_nothing_here(
 
                 async def corrected() -> bool:
                     status = await thief.status("thief")
-                    return status.get("ledgerId") == own and "placement" not in status
+                    said = status.get("phase"), status.get("reason"), status.get("ledgerId")
+                    return (
+                        said == ("Pending", "NamespaceNotAllowed", own)
+                        and "placement" not in status
+                    )
 
-                await until(corrected, "its own ledger, and no slot")
-                assert (await thief.status("thief"))["reason"] == "NamespaceNotAllowed"
+                await until(corrected, "its own ledger, no slot, and why")
             assert asked(place, "PUT sessions/*", own) == 0
             # and where the pool takes theirs, a Secret is looked for in their own namespace alone.
             allowed = {"spec": {"allowedNamespaces": {"from": "Listed", "names": [guest]}}}

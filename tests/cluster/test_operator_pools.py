@@ -19,6 +19,9 @@ from duplex_operator.resources.pool_secrets import TOKEN_LIFE_MS
 pytestmark = pytest.mark.cluster
 
 DAY_MS = 86_400_000
+MOST_LOOKS = 200
+COLLECTED_S = 120.0
+"""Kubernetes' garbage collector looks for new kinds every 30 s."""
 
 
 @pytest.fixture
@@ -169,7 +172,7 @@ async def test_a_new_template_rolls_pod_by_pod(rig: PoolRig) -> None:
     await rig.place("talk", talking)
     await rig.apply_pool(replicas=2, upgrade={"maxSurge": 0}, image="duplex/sidecar:2")
     fewest = 2
-    for _ in range(40):
+    for _ in range(MOST_LOOKS):
         await rig.look()
         await asyncio.sleep(0.02)
         fewest = min(fewest, sum(not pod.mark for pod in rig.pods()))
@@ -434,7 +437,7 @@ async def test_everything_goes_with_the_pool(rig: PoolRig) -> None:
             for one in rig.server.items(kind, rig.namespace)
         ]
 
-    await asyncio.to_thread(until, lambda: not left(), "an empty namespace", 30)
+    await asyncio.to_thread(until, lambda: not left(), "an empty namespace", COLLECTED_S)
 
 
 async def test_the_label_follows_the_sessions(rig: PoolRig) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from support.operator_processes import operator
 from duplex_api.constants import API_VERSION
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-TAKEOVER_S = 20.0
+TAKEOVER_S = 90.0
+"""Up to 19 s of it are the lease's, by design."""
 
 
 def session(name: str) -> dict[str, object]:
@@ -46,22 +47,22 @@ def test_the_second_operator_takes_over(
         second = stack.enter_context(operator(api_server, api_namespace, valkey.url))
         until(lambda: second.page("/readyz"), "the second stands by", 60)
         api_server.create(session("one"), api_namespace)
-        until(lambda: told("one"), "the first works", 20)
+        until(lambda: told("one"), "the first works")
         assert not second.leads()
 
         os.kill(first.process.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
         api_server.create(session("two"), api_namespace)
-        until(lambda: told("two"), "the second works", TAKEOVER_S + 5)
-        assert time.monotonic() - killed_s <= TAKEOVER_S
+        until(lambda: told("two"), "the second works", TAKEOVER_S)
 
         third = stack.enter_context(operator(api_server, api_namespace, valkey.url))
         until(lambda: third.page("/readyz"), "the third stands by", 60)
         second.process.terminate()
-        ended_s = time.monotonic()
-        assert second.process.wait(10) == 0
-        until(third.leads, "the third leads", 10)
-        assert time.monotonic() - ended_s < 10
+        assert second.process.wait(60) == 0
+        # It has given the lease back: the third need not wait until it has run out.
+        lease = api_server.get("lease", "duplex-operator", api_namespace)["spec"]
+        identity = f"{socket.gethostname()}-{second.process.pid}"
+        assert lease.get("holderIdentity", "") != identity
+        until(third.leads, "the third leads")
 
 
 def test_an_operator_without_rights_is_never_ready(

@@ -11,10 +11,9 @@ from support.first_release import FirstRelease
 from support.operators import Place, operating, placed, until
 from support.stand_in_sidecar import StandInSidecar
 
-from duplex_api.routes import WAKE_FIELD, WAKE_STREAM
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 PAIRS = [
     pair
@@ -73,7 +72,7 @@ async def test_a_whole_life_between_two_releases(
         await place.phase("talk", "Ready")
         await second.park(uid, "client_away")
         await place.phase("talk", "Parked")
-        await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+        await place.wake_session(redis, "talk", uid)
         status = await place.phase("talk", "Ready")
         assert status["placement"]["fence"] == 4
 
@@ -126,13 +125,18 @@ async def test_a_conversation_without_its_ledger_ends_and_says_so(
             await pod.park(uid, "client_away")
             await place.phase(name, "Parked")
             await redis.delete(f"duplex:{{{uid}}}:meta")
-            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+            await place.wake_session(redis, name, uid)
         status = await place.phase("used", "Ended")
         assert status["reason"] == "LedgerLost"
         assert "placement" not in status
         assert used not in pod.sessions
         assert pod.calls.count("PUT sessions/*", used) == 2, "it is not tried again and again"
-        told = {event["reason"]: event["type"] for event in await place.events("used")}
-        assert told["LedgerLost"] == "Warning"
+
+        async def told() -> str | None:
+            """As an Event, which comes after the status."""
+            types = {event["reason"]: event["type"] for event in await place.events("used")}
+            return types.get("LedgerLost")
+
+        assert await until(told, "the Event of the lost ledger") == "Warning"
         status = await place.phase("unused", "Ready")
         assert status["placement"]["fence"] == 2

@@ -25,7 +25,7 @@ from duplex_operator.reign import Reign
 from duplex_operator.settings import OperatorSettings
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "charts" / "golden" / "defaults.yaml"
 NAMESPACE, ACCOUNT = "rights", "operator"
@@ -136,6 +136,9 @@ class Rights:
                 *bindings(self.roles),
             ]
         )
+        # Of the one role and of the other: what is asked for too early counts as refused.
+        for verb, resource in (("list", "nodes"), ("get", "leases/duplex-operator")):
+            server.await_right(USER, verb, resource, NAMESPACE)
         config = yaml.safe_load(server.kubeconfig.read_text())
         config["users"][0]["user"] = {"token": server.token_for(ACCOUNT, NAMESPACE)}
         self.kubeconfig.write_text(yaml.safe_dump(config))

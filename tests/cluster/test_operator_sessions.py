@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from support.api_servers import ApiServer
 from support.operators import (
     ADMIN_TOKEN,
+    WAIT_S,
     Place,
     Reaper,
     RunningOperator,
@@ -20,7 +21,7 @@ from support.operators import (
 )
 from support.stand_in_sidecar import StandInSidecar, sha256
 
-from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, call_key, route_key
+from duplex_api.routes import RouteRecord, call_key, route_key
 from duplex_api.session import SessionPhase
 from duplex_operator.apply import POOLS, SECRETS, SESSIONS, KubernetesApi
 from duplex_operator.names import ADMIN_PORT
@@ -28,7 +29,7 @@ from duplex_operator.objects import ObjectKey
 from duplex_operator.sweep import check_tokens, sweep_once
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 MOST_STEPS = 16
 
@@ -53,8 +54,14 @@ async def route_of(redis: Redis, uid: str) -> RouteRecord | None:
     return RouteRecord.from_hash(fields)
 
 
-async def route_phase(redis: Redis, uid: str) -> str | None:
-    return await cast("Any", redis.hget(route_key(uid), "phase"))
+async def routed(redis: Redis, uid: str, phase: SessionPhase) -> RouteRecord:
+    """The record, as soon as it says so: it is written after the status."""
+
+    async def look() -> RouteRecord | None:
+        record = await route_of(redis, uid)
+        return record if record is not None and record.phase == phase else None
+
+    return cast("RouteRecord", await until(look, f"the route record: {phase}"))
 
 
 async def ledger_phase(redis: Redis, uid: str) -> str | None:
@@ -76,6 +83,8 @@ async def test_a_session_is_ready_after_five_requests(place: Place, redis: Redis
     await place.make_pool()
     pod = await place.make_pod("pod-a")
     async with operating(place) as operator:
+        # Before the pod is known a session waits, and a longer wait is written down.
+        await operator.hears(pod)
         uid = await place.make_session("talk", prompt="Be brief.", priority=3)
         status = await place.phase("talk", "Ready")
         assert pod.calls.count("PUT sessions/*") == 1
@@ -106,13 +115,12 @@ async def test_a_session_is_ready_after_five_requests(place: Place, redis: Redis
             "patch-status duplexsessions": 2,
             "create events": 1,
         }
+        record = await routed(redis, uid, SessionPhase.READY)
     secret = await place.user.get(SECRETS, ObjectKey(place.namespace, "talk-token"))
     assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == [uid]
     token = await token_of(place, status)
-    record = await route_of(redis, uid)
-    assert record is not None
     assert record.token_sha256 == sha256(token) == pod.sessions[uid].token_sha256
-    assert (record.phase, record.session) == (SessionPhase.READY, f"{place.namespace}/talk")
+    assert record.session == f"{place.namespace}/talk"
     manifest = pod.sessions[uid].manifest
     assert manifest["spec"]["prompt"] == "Be brief."
     assert manifest["spec"]["window"] == status["window"]
@@ -146,12 +154,14 @@ async def test_two_sessions_want_the_last_slot(place: Place, redis: Redis) -> No
     async with operating(place, counters_period_s=0.5):
         uids = await asyncio.gather(place.make_session("one"), place.make_session("two"))
 
-        async def settled() -> set[str]:
-            phases = {str((await place.status(name)).get("phase")) for name in ("one", "two")}
-            return phases if phases == {"Ready", "Queued"} else set()
+        async def settled() -> dict[str, dict[str, Any]]:
+            statuses = {name: await place.status(name) for name in ("one", "two")}
+            phases = {status.get("phase") for status in statuses.values()}
+            # Before the pod is known both wait, for another reason.
+            full = any(status.get("reason") == "NoFreeSlots" for status in statuses.values())
+            return statuses if full and phases == {"Ready", "Queued"} else {}
 
-        await until(settled, "one ready, one queued")
-        statuses = {name: await place.status(name) for name in ("one", "two")}
+        statuses = await until(settled, "one ready, one queued")
         waiting = next(name for name in statuses if statuses[name]["phase"] == "Queued")
         serving = next(name for name in statuses if name != waiting)
         status = statuses[waiting]
@@ -159,9 +169,14 @@ async def test_two_sessions_want_the_last_slot(place: Place, redis: Redis) -> No
         assert condition(status, "Placed") == ("False", "NoFreeSlots")
         pool = f"{place.namespace}/pool"
         assert status["message"] == f"1 pod of pool {pool} is full (1 of 1 slots)"
-        record = await route_of(redis, uids[("one", "two").index(waiting)])
-        assert record is not None
-        assert (record.phase, record.queue_position) == (SessionPhase.QUEUED, 1)
+        uid = uids[("one", "two").index(waiting)]
+
+        async def told() -> bool:
+            record = await route_of(redis, uid)
+            seen = record and (record.phase, record.queue_position)
+            return seen == (SessionPhase.QUEUED, 1)
+
+        await until(told, "the route record of the one that waits")
         assert pod.calls.count("PUT sessions/*") == 1
         await place.delete_session(serving)
         status = await place.phase(waiting, "Ready")
@@ -181,7 +196,7 @@ async def test_a_dead_pods_sessions_are_placed_elsewhere(place: Place) -> None:
         async def moved() -> bool:
             return place.owner_of(uid) == ["pod-b"]
 
-        await until(moved, "moved", timeout_s=6)
+        await until(moved, "moved")
         status = await place.phase("talk", "Ready")
         assert status["placement"]["fence"] == 2
         assert status["lastPlacement"] == first["placement"]
@@ -201,7 +216,7 @@ async def test_a_hung_pod_is_left_when_its_lease_has_run_out(place: Place) -> No
         async def moved() -> bool:
             return uid in other.sessions
 
-        await until(moved, "moved", timeout_s=9)
+        await until(moved, "moved")
         status = await place.phase("talk", "Ready")
         assert status["placement"]["pod"] == "pod-b"
         assert not other.broken
@@ -285,7 +300,9 @@ async def test_only_a_pod_that_is_ready_is_asked_to_erase(place: Place) -> None:
 async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis: Redis) -> None:
     await place.make_pool()
     pod = await place.make_pod("pod-a")
-    async with operating(place, erase_bound_s=1.0) as operator:
+    # Counted from a time in whole seconds, of which one may be over at once. It has to be ended
+    # within the bound: only its erasure is not possible.
+    async with operating(place, erase_bound_s=6.0) as operator:
         uid = await place.make_session("talk")
         await place.phase("talk", "Ready")
         pod.refuse["POST erase/*"] = (503, "ledger_unavailable")
@@ -299,6 +316,12 @@ async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis:
 
         await until(told, "the Event of a pending erasure")
         assert await ledger_phase(redis, uid) == "ended"
+
+        async def forgotten() -> bool:
+            """Told by a watch, as the Event is by nobody."""
+            return operator.reign.context.store.session_by_uid(uid) is None
+
+        await until(forgotten, "the end of the session, in the operator's own view")
         pod.refuse.clear()
         assert await sweep_once(operator.reign.context) == 1
         assert await ledger_phase(redis, uid) == "erased"
@@ -350,11 +373,8 @@ async def test_a_parked_session_comes_back_for_its_client(place: Place, redis: R
         status = await place.phase("talk", "Parked")
         assert status["lastPlacement"]["fence"] == 1
 
-        async def told() -> bool:
-            return await route_phase(redis, uid) == SessionPhase.PARKED
-
-        await until(told, "the route record")
-        await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+        await routed(redis, uid, SessionPhase.PARKED)
+        await place.wake_session(redis, "talk", uid)
         status = await place.phase("talk", "Ready")
         assert status["placement"]["fence"] == 2
 
@@ -386,12 +406,7 @@ async def test_a_draining_pods_client_goes_on_elsewhere(place: Place) -> None:
         first.attach(uid)
         await place.phase("talk", "Active")
         second = await place.make_pod("pod-b")
-
-        async def heard() -> bool:
-            feed = operator.reign.context.fleet.pod(second.pod_uid)
-            return feed is not None and feed.takes_sessions
-
-        await until(heard, "pod-b heard")
+        await operator.hears(second)
         await operator.reign.context.fleet.drain(first.pod_uid, 5)
 
         async def moved() -> bool:
@@ -454,7 +469,7 @@ async def test_the_users_own_token(place: Place, redis: Redis) -> None:
             "stringData": {"secret": "a-token-of-the-user"},
         }
         await place.user.create(SECRETS, place.namespace, secret)
-        status = await place.phase("talk", "Ready", timeout_s=20)
+        status = await place.phase("talk", "Ready")
         assert status["tokenSecret"] == reference
         assert pod.sessions[uid].token_sha256 == sha256("a-token-of-the-user")
         change = {"stringData": {"secret": "another-token-of-the-user"}}
@@ -477,7 +492,7 @@ async def test_an_ended_session_goes_after_its_ttl(place: Place, redis: Redis) -
     await place.make_pool()
     pod = await place.make_pod("pod-a")
     async with operating(place):
-        uid = await place.make_session("talk", lifecycle={"ttlAfterFinished": "2s"})
+        uid = await place.make_session("talk", lifecycle={"ttlAfterFinished": "8s"})
         await place.phase("talk", "Ready")
         await pod.end(uid, "idle_timeout")
         status = await place.phase("talk", "Ended")
@@ -496,6 +511,11 @@ async def test_a_deleted_pool_disturbs_nobody(place: Place) -> None:
         await place.user.delete(POOLS, place.pool_key, uid=pool["metadata"]["uid"])
         pod.attach(uid)
         await place.phase("talk", "Active")
+
+        async def forgotten() -> bool:
+            return operator.reign.context.store.pools.get(place.pool_key) is None
+
+        await until(forgotten, "the end of the pool, in the operator's own view")
         await place.make_session("late")
         status = await place.phase("late", "Pending")
         assert condition(status, "Accepted") == ("False", "PoolNotFound")
@@ -548,11 +568,14 @@ async def test_an_operator_killed_at_any_step_of_placing(
         reaper.watch(first, monkeypatch.setattr)
         await first.start()
         await first.watching()
+        await first.hears(pod)
         uid = await place.make_session(name)
 
         async def over(name: str = name, uid: str = uid, reaper: Reaper = reaper) -> bool:
             return reaper.dead.is_set() or (
-                len(await place.events(name)) > 0 and await route_phase(redis, uid) == "Ready"
+                len(await place.events(name)) > 0
+                and (record := await route_of(redis, uid)) is not None
+                and record.phase == SessionPhase.READY
             )
 
         await until(over, "killed, or ready")
@@ -562,15 +585,9 @@ async def test_an_operator_killed_at_any_step_of_placing(
         killed_at.append(reaper.steps[-1])
         async with operating(place):
             status = await place.phase(name, "Ready")
-
-            async def known(uid: str = uid) -> bool:
-                return await route_phase(redis, uid) == "Ready"
-
-            await until(known, "the route record")
+            record = await routed(redis, uid, SessionPhase.READY)
         assert place.owner_of(uid) == ["pod-a"]
         assert pod.sessions[uid].fence == status["placement"]["fence"]
-        record = await route_of(redis, uid)
-        assert record is not None
         token = sha256(await token_of(place, status))
         assert record.token_sha256 == token == pod.sessions[uid].token_sha256
     # The finalizer, the token, its route record, the placement, the sidecar, Ready, the Event.
@@ -603,8 +620,9 @@ async def test_an_operator_killed_at_any_step_of_handing_over(
         reaper.watch(killed, monkeypatch.setattr)
         await killed.start()
         await killed.watching()
+        await killed.hears(first, second)
         await place.mark_pods(draining="pod-a", staying="pod-b")
-        await asyncio.wait_for(reaper.dead.wait(), 20)
+        await asyncio.wait_for(reaper.dead.wait(), WAIT_S)
         await killed.stop()
         assert reaper.steps == list(MOVING[:step])
         async with operating(place):
@@ -634,8 +652,9 @@ async def test_an_operator_killed_at_any_step_of_deleting(
         reaper.watch(killed, monkeypatch.setattr)
         await killed.start()
         await killed.watching()
+        await killed.hears(pod)
         await place.delete_session(f"talk-{step}")
-        await asyncio.wait_for(reaper.dead.wait(), 10)
+        await asyncio.wait_for(reaper.dead.wait(), WAIT_S)
         await killed.stop()
         assert reaper.steps == list(LEAVING[:step])
         async with operating(place):

@@ -8,9 +8,9 @@ from threading import Thread
 
 import pytest
 from support.clusters import Cluster, Mounts, OwnCluster, Pod, python_folders, scratch
-from support.kube import KubeError
+from support.kube import KubeError, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -99,15 +99,17 @@ def test_a_port_of_a_service_is_carried_out(cluster: Cluster, namespace: str) ->
     cluster.execute("web", namespace, "sh", "-c", "echo hello >/srv/page")
     with (
         cluster.port_forward("service/web", 80, namespace) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/page", timeout=10) as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/page", timeout=60) as answer,
     ):
         assert answer.read() == b"hello\n"
-    assert "GET /page" in cluster.logs("web", namespace)
+    # The kubelet's file of what was printed is a moment behind the answer.
+    until(lambda: "GET /page" in cluster.logs("web", namespace), "the line about the request")
 
 
 def test_the_kinds_install_with_helm(cluster: Cluster) -> None:
     chart = str(ROOT / "charts" / "duplex-crds")
-    cluster.helm("upgrade", "--install", "duplex-crds", chart, "--namespace", "default")
+    where = ("--namespace", "default", "--take-ownership")
+    cluster.helm("upgrade", "--install", "duplex-crds", chart, *where)
     cluster.await_kinds()
     assert "live two-way speech conversation" in cluster.kubectl("explain", "dxs")
     assert "poolRef" in cluster.kubectl("explain", "dxs.spec")

@@ -2,10 +2,12 @@
 
 import pytest
 from support.api_servers import ApiServer
-from support.kube import Json, KubeError
+from support.kube import Json, KubeError, until
 
-from duplex_api.constants import API_VERSION, SESSION_KIND
+from duplex_api.constants import API_GROUP, API_VERSION, SESSION_KIND, SESSION_PLURAL
+from duplex_api.crd import session_crd
 from duplex_api.session import IMMUTABLE_SESSION_FIELDS
+from duplex_operator.names import SESSION_FINALIZER
 
 pytestmark = pytest.mark.cluster
 
@@ -79,6 +81,48 @@ def test_replies_come_with_sound_and_transcript(
         api_server.create(manifest("talk", {"output": {"modalities": [one]}}), api_namespace)
     both: Json = {"output": {"modalities": ["text", "audio"]}}
     api_server.create(manifest("talk", both), api_namespace)
+
+
+def test_a_session_that_was_let_in_before_the_rule_goes_on(
+    api_server: ApiServer, api_namespace: str
+) -> None:
+    """The operator still writes its status and lets it go."""
+    half: Json = {"output": {"modalities": ["text"]}}
+    kind = f"{SESSION_PLURAL}.{API_GROUP}"
+    before = session_crd()
+    (version,) = before["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["output"]["x-kubernetes-validations"]
+
+    def let_in() -> bool:
+        try:
+            api_server.create(manifest("talk", half), api_namespace)
+        except KubeError:
+            return False
+        return True
+
+    try:
+        api_server.patch("crd", kind, {"spec": {"versions": before["spec"]["versions"]}})
+        until(let_in, "the rule gone")
+    finally:
+        api_server.install_crds()
+
+    def refused() -> bool:
+        try:
+            api_server.create(manifest("new", half), api_namespace)
+        except KubeError as error:
+            return "name both audio and text" in str(error)
+        api_server.kubectl("delete", "dxs", "new", namespace=api_namespace)
+        return False
+
+    until(refused, "the rule there")
+    told: Json = {"status": {"phase": "Ready", "units": 3}}
+    api_server.patch("dxs", "talk", told, api_namespace, subresource="status")
+    held: Json = {"metadata": {"finalizers": [SESSION_FINALIZER]}}
+    api_server.patch("dxs", "talk", held, api_namespace)
+    api_server.patch("dxs", "talk", {"spec": {"desiredState": "Closed"}}, api_namespace)
+    assert api_server.get("dxs", "talk", api_namespace)["status"]["units"] == 3
+    api_server.patch("dxs", "talk", {"metadata": {"finalizers": None}}, api_namespace)
 
 
 def test_what_may_change_can(api_server: ApiServer, api_namespace: str) -> None:

@@ -12,7 +12,7 @@ from support.sidecar_pods import PORT, READY_TIMEOUT_S, sidecar_pod
 from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -34,6 +34,6 @@ def test_a_sidecar_becomes_ready(own_cluster: OwnCluster, namespace: str, ledger
     own_cluster.await_ready("sidecar", namespace, READY_TIMEOUT_S)
     with (
         own_cluster.port_forward("pod/sidecar", PORT, namespace) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=60) as answer,
     ):
         assert json.load(answer)["ready"]

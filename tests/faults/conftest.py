@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import last_run
+from support.aof_witness import AofWitness
 from support.arena import Arena
 from support.sidecars import make_bed
 
@@ -16,3 +18,15 @@ def arena(tiny_checkpoint: Path) -> Iterator[Arena]:
         yield arena
     finally:
         arena.bed.close()
+
+
+@pytest.fixture(scope="module")
+def witness() -> AofWitness:
+    """Hears what the product's reader says of the sessions of a module, for a last test that asks
+    the server's append-only file."""
+    return AofWitness()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What the run came to is kept with its proofs."""
+    last_run.finish(session.testscollected, session.testsfailed)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import last_run
+from support.aof_witness import AofWitness
 
 from duplex_sidecar.history.observations import LedgerEnd
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -42,15 +43,19 @@ class Held:
 class Ground:
     """Where conversations are held and their replicas killed."""
 
-    def __init__(self, doors: Doors, valkey: EmbeddedValkey, folder: Path) -> None:
+    def __init__(
+        self, doors: Doors, valkey: EmbeddedValkey, folder: Path, witness: AofWitness
+    ) -> None:
         self._doors = doors
+        self._witness = witness
         self._valkey = valkey
         self._folder = folder
 
     async def hold(
         self, name: str, mode: Mode, points: list[Point], calm: Held | None = None
     ) -> Held:
-        async with World(self._doors, self._valkey.url, self._folder, name) as world:
+        url, witness = self._valkey.url, self._witness
+        async with World(self._doors, url, self._folder, name, witness=witness) as world:
             plans = CrashPlans(world, points)
             first = await world.start()
             plans.follow(first, 0)
@@ -89,11 +94,14 @@ class Ground:
 
 @pytest.fixture
 async def ground(
-    valkey: EmbeddedValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    valkey: EmbeddedValkey,
+    witness: AofWitness,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Ground]:
     short_leases(monkeypatch, lease_ms=LEASE_MS, margin_ms=MARGIN_MS, renew_ms=100)
     async with Doors().open() as doors:
-        yield Ground(doors, valkey, tmp_path)
+        yield Ground(doors, valkey, tmp_path, witness)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,3 +117,11 @@ async def test_a_death_at_each_write_that_a_command_leads_to(ground: Ground, mod
     for number, point in enumerate(points):
         held = await ground.hold(f"{mode}-{number}", mode, [point], calm)
         assert held.reached == 1
+
+
+def test_the_append_only_file_says_the_same(
+    valkey: EmbeddedValkey, witness: AofWitness, tmp_path: Path
+) -> None:
+    assert len(witness.ends) > len(MODES) * len(Moment)
+    assert witness.differences(valkey.url, tmp_path / "copy") == []
+    last_run.add("append_only_file", [], sessions={"command_crashes": len(witness.ends)})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import last_run
+from support.aof_witness import AofWitness
 
 from duplex_sidecar.history.verdict import Minimums
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -27,6 +28,8 @@ LEASE_MS, MARGIN_MS = 900, 150
 RANDOM_CONVERSATIONS = 2
 RANDOM_CONVERSATIONS_LONG = 40
 """For each mode."""
+LEAST_POINTS, LEAST_POINTS_LONG = 45, 1_000
+"""That this file and the ones before it have to reach together."""
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +98,26 @@ async def test_deaths_at_random(ground: Ground, mode: Mode) -> None:
         await ground.hold(f"random-{mode}-{seed}", mode, chosen, proof=seed % 3 != 2)
     assert Minimums(takeovers=many, redos=many // 10).missing(ground.counts) == []
     ground.record("random", points)
+
+
+async def test_the_append_only_file_says_the_same(
+    ground: Ground, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On a server of their own, since the file of all the others is large."""
+    server, witness = EmbeddedValkey(tmp_path_factory.mktemp("valkey")), AofWitness()
+    server.start()
+    try:
+        apart = ground.on(server.url, witness)
+        for seed, mode in enumerate(MODES):
+            await apart.hold(f"file-{mode}", mode, random_points(seed))
+        assert len(witness.ends) == len(MODES)
+        assert witness.differences(server.url, tmp_path / "copy") == []
+    finally:
+        server.stop()
+    last_run.add("append_only_file", [], sessions={"crash_points": len(witness.ends)})
+
+
+def test_as_many_deaths_as_the_proof_asks_for() -> None:
+    """Of all that are counted in this run, when this whole file ran."""
+    least = LEAST_POINTS_LONG if last_run.is_long() else LEAST_POINTS
+    assert last_run.crash_points("crash_points") >= least

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support import last_run
+from support.aof_witness import AofWitness
 
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.history.verdict import Minimums
@@ -39,6 +40,8 @@ LEASE_MS, MARGIN_MS = 1_500, 300
 CONVERSATIONS = 1
 CONVERSATIONS_LONG = 11
 """For each mode; with two deaths each."""
+LEAST_POINTS, LEAST_POINTS_LONG = 3, 50
+SECTION = "crash_points_real_engines"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,7 @@ def said(number: int) -> bytes:
 async def ground(
     valkey: EmbeddedValkey,
     engines: RealEngines,
+    witness: AofWitness,
     tmp_path: Path,
     calm: Calm,
     monkeypatch: pytest.MonkeyPatch,
@@ -88,12 +92,12 @@ async def ground(
         talk = Talk(
             UNITS,
             calm_tokens,
-            section="crash_points_real_engines",
+            section=SECTION,
             model=engines.model,
             make_stages=engines.stages,
             sound=said,
         )
-        yield Ground(doors, valkey.url, tmp_path, calm, talk)
+        yield Ground(doors, valkey.url, tmp_path, calm, talk, witness)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,3 +115,17 @@ async def test_two_deaths_in_a_conversation(ground: Ground, mode: Mode) -> None:
     assert ground.reached >= len(points) * 5 // 6
     assert Minimums(takeovers=many).missing(ground.counts) == []
     ground.record("two in a conversation", points)
+
+
+async def test_as_many_deaths_as_the_proof_asks_for() -> None:
+    """Of all with real engines, when this whole file ran."""
+    least = LEAST_POINTS_LONG if last_run.is_long() else LEAST_POINTS
+    assert last_run.crash_points(SECTION) >= least
+
+
+async def test_the_append_only_file_says_the_same(
+    valkey: EmbeddedValkey, witness: AofWitness, tmp_path: Path
+) -> None:
+    assert len(witness.ends) > len(MODES)
+    assert witness.differences(valkey.url, tmp_path / "copy") == []
+    last_run.add("append_only_file", [], sessions={"crash_points_real": len(witness.ends)})

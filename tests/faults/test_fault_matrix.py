@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from support import last_run
+from support.aof_witness import AofWitness
 from support.valkeys import ValkeyProcess, primary_and_replica
 
 from duplex_sidecar.cli.history import check
@@ -100,14 +101,24 @@ async def doors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doors]:
 
 
 @pytest.mark.parametrize(("fault", "moment"), CELLS)
-async def test_a_cell(ground: Ground, doors: Doors, fault: Fault, moment: Moment) -> None:
+async def test_a_cell(
+    ground: Ground, doors: Doors, witness: AofWitness, fault: Fault, moment: Moment
+) -> None:
     name = f"{fault.name}-{moment.name}"
     if not ground.tokens:
         said, _ = await undisturbed(ground.valkey.url, "calm", TERMS, UNITS)
         ground.tokens = tuple(said)
     with ground.server(fault) as server:
         durability = Durability.REPLICATED if fault.needs_replica else Durability.MEMORY
-        async with World(doors, server.url, ground.folder, name, durability=durability) as world:
+        world = World(
+            doors,
+            server.url,
+            ground.folder,
+            name,
+            durability=durability,
+            witness=None if fault.needs_replica else witness,
+        )
+        async with world:
             grounds = FakeGrounds(world)
             seed = zlib.crc32(name.encode())
             cell = await Cell.prepare(grounds, server, name, moment.watched, seed)
@@ -131,3 +142,12 @@ def test_the_files_of_all_cells_hold(ground: Ground, capsys: pytest.CaptureFixtu
     few = cells // 10
     status = check(*ground.files, zombies=few, redos=few, resends=few, takeovers=2 * few)
     assert status == 0, capsys.readouterr().out
+
+
+def test_the_append_only_file_of_all_cells_says_the_same(
+    ground: Ground, witness: AofWitness, tmp_path: Path
+) -> None:
+    """Of all whose server is still the same."""
+    assert len(witness.ends) > len(CELLS)
+    assert witness.differences(ground.valkey.url, tmp_path / "copy") == []
+    last_run.add("append_only_file", [], sessions={"fault_matrix": len(witness.ends)})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import last_run
+from support.aof_witness import AofWitness
 
 from duplex_sidecar.cli.history import check
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -35,6 +36,7 @@ SCENES = (
 
 async def test_the_files_of_all_scenes_hold(
     valkey: EmbeddedValkey,
+    witness: AofWitness,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -44,7 +46,7 @@ async def test_the_files_of_all_scenes_hold(
     async with Doors().open() as doors:
         for scene in SCENES:
             session = scene.__name__.replace("_", "-")
-            async with World(doors, valkey.url, tmp_path, session) as world:
+            async with World(doors, valkey.url, tmp_path, session, witness=witness) as world:
                 async with asyncio.timeout(SCENE_S):
                     await scene(world, session)
                 await world.finish(session)
@@ -52,3 +54,5 @@ async def test_the_files_of_all_scenes_hold(
             last_run.add("scenes", [world.report()])
     status = check(*files, zombies=2, redos=1, resends=3, takeovers=4)
     assert status == 0, capsys.readouterr().out
+    assert witness.differences(valkey.url, tmp_path / "copy") == []
+    last_run.add("append_only_file", [], sessions={"scenes": len(witness.ends)})

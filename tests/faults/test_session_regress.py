@@ -1,24 +1,47 @@
 """Conversations over a ledger that fails over, loses its newest writes, or is full."""
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from support import last_run
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
 from duplex_sidecar.admin.views import feed_line
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.keys import session_keys
+from duplex_sidecar.ledger.store import LEASE_MS
 from duplex_sidecar.protocol.errors import ErrorCode
-from duplex_sidecar.protocol.events import Closed, ResyncRequired
+from duplex_sidecar.protocol.events import Closed, Event, ResyncRequired, Sequenced, UnitDone
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
-from session_kit import TOKEN, Caller, Terms, check_events, eventually, replica, tokens, undisturbed
+from fake_encoder import FakeEncoder
+from fake_thinker import FakeThinker
+from fake_voice import FakeCode2Wav, FakeTalker
+from session_kit import (
+    TOKEN,
+    VOCABULARY,
+    WORD_IDS,
+    Caller,
+    Stages,
+    Terms,
+    check_events,
+    eventually,
+    replica,
+    tokens,
+    undisturbed,
+)
 
 pytestmark = pytest.mark.fault
 UNITS = 30
+BEFORE_UNITS, FAILOVER_UNITS = 6, 20
+SILENCE_S = LEASE_MS / 1000 + 5.0
 
 
 @pytest.fixture
@@ -135,35 +158,100 @@ async def test_a_full_server_is_waited_for(valkey: EmbeddedValkey, server: Redis
         assert await tokens(here.ledger, "full") == calm
 
 
-async def test_conversations_go_on_through_a_failover(tmp_path: Path) -> None:
-    """Behind a Sentinel, on a primary that dies: the same owner, no rebuild, nothing lost (what the
-    replica has not heard, the owner has)."""
-    with primary_and_replica(tmp_path / "pair") as (primary, other):
+class Timed(Caller):
+    """Knows when each of its units was done."""
+
+    def __init__(self, session: str, *, voice: int) -> None:
+        super().__init__(session, voice=voice)
+        self.done_s: list[float] = []
+
+    async def next(self) -> Event:
+        event = await super().next()
+        if isinstance(event, Sequenced) and isinstance(event.body, UnitDone):
+            self.done_s.append(time.monotonic())
+        return event
+
+    async def talk_at_pace(self, units: int, first_s: float, period_s: float) -> None:
+        """One second of sound each `period_s`, whatever comes back."""
+
+        async def speak() -> None:
+            for number in range(self.next_second, units + 1):
+                due_s = first_s + period_s * number
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                await self.say(number)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(speak())
+            group.create_task(self.until_unit(units))
+
+    @property
+    def longest_silence_s(self) -> float:
+        """Between one unit done and the next."""
+        return max(later - done for done, later in pairwise(self.done_s))
+
+
+@contextmanager
+def behind_a_sentinel(folder: Path) -> Iterator[tuple[str, ValkeyProcess]]:
+    """(what a ledger dials, the primary)."""
+    with primary_and_replica(folder / "pair") as (primary, other):
         with primary.client as first, other.client as second:
             first.config_set("min-replicas-to-write", 0)
             second.config_set("min-replicas-to-write", 0)
-        sentinel = ValkeyProcess(tmp_path / "sentinel", sentinel_of=primary.port)
+        sentinel = ValkeyProcess(folder / "sentinel", sentinel_of=primary.port)
         sentinel.start()
         try:
             with sentinel.client as client:
                 wait_until(lambda: len(client.sentinel_slaves("main")) == 1)
-            url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
-            async with replica(url, "owner", hold_s=60.0, call_timeout_ms=1_000) as here:
-                callers = [Caller(f"over-{number}", voice=number) for number in range(4)]
-                for caller in callers:
-                    await here.open(caller.session, Terms("context"))
-                    await caller.dial(here)
-                    await caller.talk(6)
-                primary.kill()
-                for caller in callers:
-                    await caller.say(8)
-                for caller in callers:
-                    await caller.talk(12)
-                    check_events(caller)
-                    assert len(await tokens(here.ledger, caller.session)) == 12
-                    assert all(unit.rebuild_cause in (None, "slide") for unit in caller.units)
-                    meta = await here.ledger.reader.meta(caller.session)
-                    assert meta is not None
-                    assert meta.fence == 1
+            yield f"redis+sentinel://127.0.0.1:{sentinel.port}/main", primary
         finally:
             sentinel.kill()
+
+
+async def test_conversations_go_on_through_a_failover(tmp_path: Path) -> None:
+    """Behind a Sentinel, on a primary that dies: the same owners, no rebuild, nothing lost (what
+    the replica has not heard, the owners have), and a silence that has a bound. `make test-long`
+    has thirty of them."""
+    many, period_s = (30, 1.0) if last_run.is_long() else (8, 0.5)
+    with behind_a_sentinel(tmp_path) as (url, primary):
+        # Calls give up before a lease's margin, as they do outside of tests.
+        options = {"slots": many, "hold_s": 60.0, "call_timeout_ms": 1_000}
+        seats = many + 2
+        stages = Stages(
+            encoder=FakeEncoder(max_sessions=seats),
+            code2wav=FakeCode2Wav(max_sessions=seats),
+            thinker=FakeThinker(VOCABULARY, WORD_IDS, seats=seats),
+            talker=FakeTalker(seats=seats),
+        )
+        async with replica(url, "owner", stages=stages, **options) as here:
+            callers = [Timed(f"over-{number}", voice=number) for number in range(many)]
+            for caller in callers:
+                await here.open(caller.session, Terms("context"))
+                await caller.dial(here)
+            began_s = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                for number, caller in enumerate(callers):
+                    phase_s = period_s * number / many
+                    group.create_task(
+                        caller.talk_at_pace(FAILOVER_UNITS, began_s + phase_s, period_s)
+                    )
+                await eventually(lambda: all(len(c.done_s) >= BEFORE_UNITS for c in callers))
+                await asyncio.to_thread(primary.kill)
+            silences_s = sorted(caller.longest_silence_s for caller in callers)
+            for caller in callers:
+                check_events(caller)
+                assert len(await tokens(here.ledger, caller.session)) == FAILOVER_UNITS
+                assert all(unit.rebuild_cause in (None, "slide") for unit in caller.units)
+                meta = await here.ledger.reader.meta(caller.session)
+                assert meta is not None
+                assert meta.fence == 1
+    last_run.add(
+        "sentinel_failover",
+        [],
+        sessions=many,
+        longest_silence_s=round(silences_s[-1], 2),
+        median_silence_s=round(silences_s[many // 2], 2),
+        allowed_s=SILENCE_S,
+        period_s=period_s,
+    )
+    assert silences_s[many // 2] > 1.5 * period_s, "the failover was not noticed"
+    assert silences_s[-1] <= SILENCE_S

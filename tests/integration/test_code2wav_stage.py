@@ -181,9 +181,10 @@ async def test_every_sample_of_a_turn_is_the_plain_references(
 
 
 REFERENCE_TOLERANCE = 3e-4
-"""Of full scale 1; the sound's peak is 0.4. Measured: 1.5e-4 with half a step of s16le in it. The
-reference's own float32 is 1.8e-4 off its float64: F0 goes up to 610 Hz here, and the phase of its
-ninth harmonic, some 1e5 radians, is kept in float32 as in the public module."""
+"""Of full scale 1; the sound's peaks are 0.4 and 0.5. Measured: 1.5e-4, half a step of s16le in it.
+The reference's own float32 is 1.8e-4 off its float64: F0 goes up to 610 Hz here, and the phase of
+its ninth harmonic, some 1e5 radians, is kept in float32 as in the public module.
+"""
 
 
 def plain_sound(checkpoint: Path, voice: str, key: int) -> np.ndarray:

@@ -17,8 +17,10 @@ from websockets.exceptions import ConnectionClosed
 
 from duplex_sidecar.client.conversation import Conversation, ConversationFailed, Talk
 
-UNIT_TIMEOUT_S = 60.0
-LONGEST_TALK_S = 120.0
+UNIT_TIMEOUT_S = 120.0
+LONGEST_TALK_S = 600.0
+"""Longer than a test: a client that has said all closes its session."""
+OPEN_TIMEOUT_S = 60.0
 REFUSED = ("session_not_found", 1008)
 """Of whoever has not the token, whether there is such a session or not."""
 
@@ -198,7 +200,13 @@ async def speaking(
         came.set()
 
     conversation = Conversation(
-        url, named.uid, named.token, speech(seconds), redial_for_s=30.0, tls=tls, on_event=take
+        url,
+        named.uid,
+        named.token,
+        speech(seconds),
+        redial_for_s=UNIT_TIMEOUT_S,
+        tls=tls,
+        on_event=take,
     )
     task = asyncio.create_task(conversation.run())
     task.add_done_callback(lambda _: came.set())
@@ -212,7 +220,8 @@ async def speaking(
 async def turned_away(url: str, token: str, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
     """The one error that such a client gets, and the close code behind it."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with connect(url, additional_headers=headers, ssl=tls) as socket:
+    opening = connect(url, additional_headers=headers, ssl=tls, open_timeout=OPEN_TIMEOUT_S)
+    async with opening as socket:
         error: Json = json.loads(await socket.recv())["error"]
         with pytest.raises(ConnectionClosed) as closed:
             await socket.recv()

@@ -32,7 +32,8 @@ GATE = "10.80.0.1"
 USER_ID = 65532
 """The one of a pool's pods."""
 NAMESPACE_LABEL = "duplex.dev/test-namespace"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
+"""For a pod that starts at once where nobody else wants the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,13 @@ class Cluster(Kube):
         """At the end its pods are gone, so that the next test has their memory."""
         with super().namespace(prefix, enforce) as name:
             yield name
-            arguments = ("delete", "pods", "--all", "--grace-period=1", "--timeout=60s")
+            arguments = (
+                "delete",
+                "pods",
+                "--all",
+                "--grace-period=1",
+                f"--timeout={TIMEOUT_S:.0f}s",
+            )
             self.kubectl(*arguments, namespace=name, timeout_s=TIMEOUT_S + 10)
 
     def await_ready(self, pod: str, namespace: str, timeout_s: float = TIMEOUT_S) -> None:

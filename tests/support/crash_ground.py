@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from session_kit import MODEL, Mode, Terms, second, speaks
 from support import last_run
+from support.aof_witness import AofWitness
 from support.crash_points import CrashPlans, Point
 from support.histories import END, Doors, MakeStages, Person, World, converse, fake_stages
 
@@ -46,14 +47,27 @@ class Talk:
 
 
 class Ground:
-    def __init__(self, doors: Doors, url: str, folder: Path, calm: Calm, talk: Talk) -> None:
+    def __init__(
+        self,
+        doors: Doors,
+        url: str,
+        folder: Path,
+        calm: Calm,
+        talk: Talk,
+        witness: AofWitness | None = None,
+    ) -> None:
         self._doors = doors
+        self._witness = witness
         self._url = url
         self._folder = folder
         self._talk = talk
         self.calm = calm
         self.reports: list[Report] = []
         self.reached = 0
+
+    def on(self, url: str, witness: AofWitness) -> "Ground":
+        """The same on another server, whose file is asked in the end."""
+        return Ground(self._doors, url, self._folder, self.calm, self._talk, witness)
 
     async def tokens(self, mode: Mode) -> Tokens:
         if mode not in self.calm.tokens:
@@ -83,6 +97,7 @@ class Ground:
             name,
             model=talk.model,
             make_stages=talk.make_stages,
+            witness=self._witness,
         )
         async with world:
             plans = CrashPlans(world, points)

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
 from session_kit import MODEL, RATE_HZ, TOKEN, Replica, Stages, Terms, replica, second, speaks
+from support.aof_witness import AofWitness
 from support.observing import Observer
 from support.realtime import append_event, session_update
 from support.resp_proxy import Plan, RespProxy
@@ -150,8 +151,10 @@ class World:
         model: ServedModel = MODEL,
         make_stages: MakeStages = fake_stages,
         durability: Durability = Durability.MEMORY,
+        witness: AofWitness | None = None,
     ) -> None:
-        """make_stages: what a replica stands on; called for each when its predecessors are gone."""
+        """make_stages: what a replica stands on; called for each when its predecessors are gone.
+        witness: is told what the ledger's reader says in the end."""
         self.name = name
         self.url = url
         self.members: list[Member] = []
@@ -167,6 +170,7 @@ class World:
         self._model = model
         self._make_stages = make_stages
         self._durability = durability
+        self._witness = witness
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
         self._stages: list[tuple[str, Stages]] = []
 
@@ -289,7 +293,10 @@ class World:
         self, session: str, reference: tuple[tuple[int, ...], ...] | None = None
     ) -> None:
         """Look at the ledger and at the vocoders' input."""
-        self.observer.note(await ledger_end(self.url, session))
+        end = await ledger_end(self.url, session)
+        self.observer.note(end)
+        if self._witness is not None:
+            self._witness.expect(end)
         for name, stages in self._stages:
             for feed in stages.chunks():
                 if feed.session == session:

@@ -8,8 +8,9 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ Documents = str | Json | Sequence[Json]
 
 CRD_FOLDER = Path(__file__).parents[2] / "crds"
 CACHE_VARIABLES = ("KUBECACHEDIR", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 POLL_S = 0.2
 POD_SECURITY = "pod-security.kubernetes.io"
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
@@ -141,7 +142,11 @@ class Kube:
         self.kubectl(*arguments, namespace=namespace)
 
     def wait(
-        self, resource: str, condition: str, namespace: str | None = None, timeout_s: float = 60.0
+        self,
+        resource: str,
+        condition: str,
+        namespace: str | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """resource: kind/name; condition: what `kubectl wait --for` takes, as condition=Ready."""
         arguments = ("wait", resource, f"--for={condition}", f"--timeout={timeout_s:.0f}s")
@@ -177,6 +182,20 @@ class Kube:
             yield name
         finally:
             self.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+
+    def may(self, user: str, verb: str, resource: str, namespace: str, *more: str) -> bool:
+        """What the authorizer says now: it learns of a role or a binding a moment after the API
+        server has taken it."""
+        arguments = ("auth", "can-i", verb, resource, f"--as={user}", "--quiet", *more)
+        try:
+            self.kubectl(*arguments, namespace=namespace)
+        except KubeError:
+            return False
+        return True
+
+    def await_right(self, user: str, verb: str, resource: str, namespace: str) -> None:
+        allowed = partial(self.may, user, verb, resource, namespace)
+        until(allowed, f"the right of {user} to {verb} {resource}")
 
     def token_for(self, service_account: str, namespace: str) -> str:
         """A bearer token of it, good for an hour."""
@@ -233,11 +252,7 @@ class Kube:
         ) as process:
             try:
                 assert process.stdout is not None
-                said = process.stdout.readline()
-                found = _FORWARDING.search(said)
-                if found is None:
-                    raise KubeError(f"{_shown(command)}: {said.strip()}")
-                yield int(found[1])
+                yield _forwarded_port(process.stdout, _shown(command))
             finally:
                 process.terminate()
 
@@ -254,6 +269,17 @@ def until(
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout_s} s")
         time.sleep(poll_s)
+
+
+def _forwarded_port(stdout: Iterable[str], command: str) -> int:
+    """What `kubectl port-forward` says first may be a warning."""
+    said: list[str] = []
+    for line in stdout:
+        found = _FORWARDING.search(line)
+        if found is not None:
+            return int(found[1])
+        said.append(line.strip())
+    raise KubeError(f"{command}: {' '.join(said)}")
 
 
 def restricted_namespace(name: str, enforce: str = "restricted") -> Json:

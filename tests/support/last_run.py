@@ -1,18 +1,26 @@
 """`tests/faults/last_run.json`: what the proofs of the last run came to, for people and CI. Written
-anew by each run of the tests that prove; git does not keep it."""
+anew by each run of the tests that prove; git does not keep it. A run with DUPLEX_KEEP_RUN=NAME also
+writes `tests/faults/results/NAME.json`, which is there to be committed: runs that go on side by
+side, or one after another, have a name each."""
 
 import json
 import os
+import re
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from duplex_sidecar.history.verdict import Counts, Report
 from scripts.tiers import LONG_PROFILE, PROFILE_VARIABLE
+from tests.bench import conditions
 
+KEEP_VARIABLE = "DUPLEX_KEEP_RUN"
 FILE = Path(__file__).resolve().parents[1] / "faults" / "last_run.json"
 _TOTALS = ("refused_zombie_writes", "redos", "resends", "takeovers", "acknowledged_units", "events")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _sections: dict[str, dict[str, Any]] = {}
+_tests: dict[str, int] = {}
 
 
 def is_long() -> bool:
@@ -34,13 +42,65 @@ def add(section: str, reports: list[Report], **entries: Any) -> None:
         "duplicated": sum(report.duplicated for report in reports),
     }
     _merge(known, sums | entries)
+    _write()
+
+
+def crash_points(section: str) -> int:
+    """How many this run has reached so far in that section."""
+    reached: int = _sections.get(section, {}).get("crash_points", 0)
+    return reached
+
+
+def finish(collected: int, failed: int) -> None:
+    """The run is over: so many tests of this folder were chosen, and so many failed."""
+    if _sections:
+        _tests.update(collected=collected, failed=failed)
+        _write()
+
+
+def kept_as(folder: Path) -> Path | None:
+    """Where in `folder` this run is kept, None without DUPLEX_KEEP_RUN. Raises ValueError on a name
+    that is none."""
+    name = os.environ.get(KEEP_VARIABLE)
+    if not name:
+        return None
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{KEEP_VARIABLE} is a name of the characters a-z 0-9 -")
+    return folder / "results" / f"{name}.json"
+
+
+@cache
+def run_conditions() -> dict[str, Any]:
+    """When, of what, where. The load is that of the beginning."""
+    return {
+        "began": conditions.now_utc(),
+        "revision": conditions.revision(),
+        "machine": conditions.machine(),
+        "load_before": conditions.load_average(),
+        "versions": conditions.versions(),
+    }
+
+
+def write_report(folder: Path, report: Path, document: dict[str, Any]) -> None:
+    """As the last run's, and under the name of DUPLEX_KEEP_RUN."""
+    text = json.dumps(document, indent=2) + "\n"
+    report.write_text(text, encoding="utf-8")
+    kept = kept_as(folder)
+    if kept is not None:
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(text, encoding="utf-8")
+
+
+def _write() -> None:
     whole = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "long": is_long(),
+        "conditions": run_conditions(),
+        "tests": _tests,
         "totals": _overall(),
         **{name: _sections[name] for name in sorted(_sections)},
     }
-    FILE.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    write_report(FILE.parent, FILE, whole)
 
 
 def _overall() -> dict[str, int]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.api_servers import ApiServer
-from support.kube import reserve_port
+
+from duplex_sidecar.client.local_sidecar import free_port
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Process:
     def page(self, path: str) -> str:
         """Empty while there is no answer, or another one than 200."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2) as page:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as page:
                 return str(page.read(), "utf-8")
         except OSError:
             return ""
@@ -34,8 +35,7 @@ def operator(
     api_server: ApiServer, namespace: str, redis_url: str, **more: str
 ) -> Iterator[Process]:
     """Of this namespace. Killed at the end."""
-    with reserve_port() as reserved:
-        port = int(reserved.getsockname()[1])
+    port = free_port()
     environment = {
         **api_server.environment(),
         "DUPLEX_NAMESPACE": namespace,

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import kopf
+from redis.asyncio import Redis
 from support.stand_in_sidecar import StandInSidecar
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
+from duplex_api.routes import WAKE_FIELD, WAKE_STREAM
 from duplex_operator.apply import EVENTS, PODS, POOLS, SESSIONS, KubernetesApi, MissingError
 from duplex_operator.connect import connection
 from duplex_operator.names import (
@@ -36,6 +38,8 @@ from duplex_operator.sidecar_client import AdminCredentials
 Json = dict[str, Any]
 
 ADMIN_TOKEN = "the-admin-token-of-the-test-pool"
+WAIT_S = 90.0
+"""For what takes a second or two where nobody else wants the machine."""
 _ADDRESSES = itertools.count(1)
 _NET = f"127.{random.Random(os.getpid()).randrange(16, 250)}"
 # A test's pods have addresses of their own: all sidecars listen on the same port.
@@ -156,6 +160,16 @@ class Place:
             SESSIONS, ObjectKey(self.namespace, name), {"spec": spec}, version=None
         )
 
+    async def wake_session(self, redis: Redis, name: str, uid: str) -> None:
+        """Until it is not parked any more: asked for again and again, as a gateway does, since one
+        call may come to nothing."""
+
+        async def woken() -> bool:
+            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+            return (await self.status(name)).get("phase") != "Parked"
+
+        await until(woken, f"{name} woken", poll_s=1.0)
+
     async def delete_session(self, name: str) -> None:
         session = await self.session(name)
         assert session is not None
@@ -172,7 +186,7 @@ class Place:
         session = await self.session(name)
         return {} if session is None else session.get("status", {})
 
-    async def phase(self, name: str, *phases: str, timeout_s: float = 40.0) -> Json:
+    async def phase(self, name: str, *phases: str, timeout_s: float = WAIT_S) -> Json:
         """Waits until the session's phase is one of these; returns its status."""
 
         async def look() -> Json | None:
@@ -181,7 +195,7 @@ class Place:
 
         return await until(look, f"{name} {' or '.join(phases)}", timeout_s)
 
-    async def gone(self, name: str, timeout_s: float = 40.0) -> None:
+    async def gone(self, name: str, timeout_s: float = WAIT_S) -> None:
         async def look() -> bool:
             return await self.session(name) is None
 
@@ -245,6 +259,17 @@ class RunningOperator:
             return self.reign.watch.stands
 
         await until(stand, "the watches")
+
+    async def hears(self, *pods: StandInSidecar) -> None:
+        """Returns when it would place sessions on each of them: one that asks before waits, and
+        is told so after a second."""
+        fleet = self.reign.context.fleet
+
+        async def takes_sessions() -> bool:
+            feeds = [fleet.pod(pod.pod_uid) for pod in pods]
+            return all(feed is not None and feed.takes_sessions for feed in feeds)
+
+        await until(takes_sessions, "the feeds of the pods")
 
     async def stop(self) -> None:
         """As a killed process: nothing is finished, nothing is given back."""
@@ -332,7 +357,7 @@ async def operating(place: Place, **settings: Any) -> AsyncGenerator[RunningOper
 
 
 async def until(
-    look: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 40.0, poll_s: float = 0.05
+    look: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S, poll_s: float = 0.05
 ) -> Any:
     """The first truthy answer. Raises TimeoutError that says what was waited for."""
     deadline = time.monotonic() + timeout_s

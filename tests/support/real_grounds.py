@@ -3,6 +3,7 @@ and told to leave, each behind a RESP proxy, all doors behind a socket proxy."""
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -276,6 +277,12 @@ class RealGrounds:
 
     def report(self) -> Report:
         return check_history(self._observer.observations)
+
+    def served(self) -> Counter[str]:
+        """How many units each replica has committed, as the ledger says in the end."""
+        ends = [one for one in self._observer.observations if isinstance(one, LedgerEnd)]
+        lines = [msgspec.json.decode(line, type=Line) for end in ends for line in end.lines]
+        return Counter(line.replica for line in lines if line.kind == "unit" and line.committed)
 
 
 def _real(host: Host) -> RealHost:

@@ -1,8 +1,9 @@
 """A release of the chart on this machine's own cluster, and what it needs there to run real
 conversations: images without a registry, a pool whose pods run this checkout."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ LEDGER_IMAGE = "duplex-test-ledger:1"
 CHARTS = ROOT / "charts"
 EXAMPLES = ROOT / "examples"
 LEDGER_DOCKERFILE = ROOT / "tests" / "cluster" / "ledger.Dockerfile"
-INSTALL_TIMEOUT_S = 180
+INSTALL_TIMEOUT_S = 300
+GONE_TIMEOUT_S = 150
+"""An operator erases a ledger for 30 s at most before it lets a session go."""
 RELEASE = "talk"
 TLS_SECRET = "voice-tls"
 VOICES_CLAIM = "voices"
@@ -196,6 +199,12 @@ def named(name: str, **spec: object) -> Json:
     return session
 
 
+def delete_and_wait(voice: Voice, *what: str, namespace: str | None = None) -> None:
+    """what: arguments of `kubectl delete`. Returns when it is gone."""
+    arguments = ("delete", *what, f"--timeout={GONE_TIMEOUT_S}s")
+    voice.cluster.kubectl(*arguments, namespace=namespace, timeout_s=GONE_TIMEOUT_S + 10)
+
+
 @contextmanager
 def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[None]:
     """Gone at the end, and their slots free."""
@@ -205,8 +214,18 @@ def applied(voice: Voice, *sessions: Json, namespace: str = "") -> Generator[Non
         yield
     finally:
         names = [f"dxs/{session['metadata']['name']}" for session in sessions]
-        arguments = ("delete", *names, "--ignore-not-found", "--timeout=60s")
-        voice.cluster.kubectl(*arguments, namespace=where, timeout_s=70)
+        delete_and_wait(voice, *names, "--ignore-not-found", namespace=where)
+
+
+@asynccontextmanager
+async def applied_beside(voice: Voice, *sessions: Json) -> AsyncGenerator[None]:
+    """As `applied`, while a client of the same loop talks on."""
+    context = applied(voice, *sessions)
+    await asyncio.to_thread(context.__enter__)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:

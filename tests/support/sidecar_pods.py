@@ -20,7 +20,7 @@ CACHE_PATH = "/var/cache/duplex"
 INSPECTED_PATH = "/inspected"
 """What vLLM found out about our classes on this machine: without it a start takes 20 s more."""
 PORT = 8765
-READY_TIMEOUT_S = 240.0
+READY_TIMEOUT_S = 400.0
 RESOURCES: Json = {
     "requests": {"cpu": "500m", "memory": "3Gi"},
     "limits": {"memory": "5Gi"},

@@ -219,6 +219,7 @@ class StandInSidecar:
             session.voice_file = base64.b64decode(body.get("voiceFile", ""))
             self.sessions[uid] = session
         session.fence, session.token_sha256 = fence, body["tokenHash"]
+        self.prepared.pop(uid, None)  # whichever way it came
         self._say(self.line(session))
         return web.json_response({"session": uid, "phase": session.phase, "fence": fence})
 

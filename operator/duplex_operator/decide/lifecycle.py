@@ -59,8 +59,11 @@ VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
 LEDGER_LOST = "ledger_lost"
 """Code of the refusal to begin anew what was told to go on."""
-_RETENTION_PASSED = ("RetentionPassed", "its ledger was not used for its retention")
-_IDLE_TIMEOUT = ("IdleTimeout", "it had no input for its idleTimeout")
+_RETENTION_PASSED: tuple[str, str] = (
+    "RetentionPassed",
+    "its ledger was not used for its retention",
+)
+_IDLE_TIMEOUT: tuple[str, str] = ("IdleTimeout", "it had no input for its idleTimeout")
 _QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
 LEASE_MARGIN_MS = 10
@@ -395,7 +398,7 @@ def has_history(facts: SessionFacts) -> bool:
 def _stay_parked(facts: SessionFacts, reason: str, sentence: str) -> Action:
     """Nobody writes to its ledger now: beyond its retention there is nothing to come back to."""
     parked_ms = since_ms(facts.session.status, PLACED) or facts.now_ms
-    bounds = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
+    bounds: list[tuple[int, str, str]] = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
     if facts.desired is not DesiredState.PARKED:
         bounds.append((facts.lifecycle_ms("idle_timeout"), *_IDLE_TIMEOUT))
     bound_ms, over, why = min(bounds)

@@ -51,8 +51,8 @@ _DAY_MS = 86_400_000
 TOKEN_LIFE_MS = 30 * _DAY_MS
 CERTIFICATE_LIFE_MS = 365 * _DAY_MS
 CERTIFICATE_RENEWED_AFTER_MS = 180 * _DAY_MS
-"""A pod keeps the certificate that it was started with; the old authority stays trusted until the
-new one is replaced in turn."""
+"""A pod shows the new certificate once its kubelet has brought it; the old authority stays trusted
+until the new one is replaced in turn."""
 PREVIOUS_TOKEN_USED_MS = 150_000
 """How long the operator goes on with the token before: longer than a kubelet takes."""
 PREVIOUS_TOKEN_KEPT_MS = 300_000

@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
@@ -83,8 +83,8 @@ class Conversation:
         self._speed = speed
         self._redial_for_s = redial_for_s
         # The SDK names only a part of what it passes on to the connection.
-        options = {} if tls is None else {"ssl": tls}
-        self._options = cast("WebSocketConnectionOptions", options)
+        options: Any = {} if tls is None else {"ssl": tls}
+        self._options: WebSocketConnectionOptions = options
         self._on_event = on_event
         self._last_sequence = 0
         self._position = 0

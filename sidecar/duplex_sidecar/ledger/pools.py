@@ -61,19 +61,20 @@ def _options(connections: int, timeout_s: float) -> dict[str, Any]:
 
 
 def _finder(address: SentinelAddress, timeout_s: float) -> FindPrimary:
-    sentinels = Sentinel(
-        address.sentinels,
-        sentinel_kwargs={
-            "username": address.sentinel_username or None,
-            "password": address.sentinel_password or None,
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "retry": Retry(NoBackoff(), 0),
-            "ssl": address.tls,
-        },
-    )
-
     async def find() -> tuple[str, int]:
+        # Anew for each question: many connections ask at once after a failover, and what one closes
+        # in the end must not be what another one is asking over.
+        sentinels = Sentinel(
+            address.sentinels,
+            sentinel_kwargs={
+                "username": address.sentinel_username or None,
+                "password": address.sentinel_password or None,
+                "socket_timeout": timeout_s,
+                "socket_connect_timeout": timeout_s,
+                "retry": Retry(NoBackoff(), 0),
+                "ssl": address.tls,
+            },
+        )
         try:
             host, port = await sentinels.discover_master(address.service)
         finally:

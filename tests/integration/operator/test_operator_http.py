@@ -359,6 +359,16 @@ async def test_calls_to_a_sidecar(sidecar: StandInSidecar) -> None:
     await client.close()
 
 
+async def test_what_goes_on_is_not_begun_anew(sidecar: StandInSidecar) -> None:
+    client = client_of()
+    with pytest.raises(SidecarRefusalError) as caught:
+        await client.put_session("lost", "{}", "f" * 64, 1, resume=True)
+    assert (caught.value.status, caught.value.code) == (410, "ledger_lost")
+    await client.put_session("lost", "{}", "f" * 64, 1)
+    await client.put_session("lost", "{}", "f" * 64, 1, resume=True)
+    await client.close()
+
+
 async def test_a_voice_goes_along_with_both_orders(sidecar: StandInSidecar) -> None:
     client = client_of()
     await client.put_session("spoken", "{}", "f" * 64, 1, b"a voice")
@@ -476,6 +486,33 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
     await redis.set(call_key("r1"), "a gateway's")
     await routes.drop("r1")
     assert await redis.keys("duplex:{r1}:*") == ["duplex:{r1}:meta"]
+    await redis.aclose()
+    await routes.close()
+
+
+async def test_a_wake_between_two_looks_is_heard(
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duplex_operator.routes.WAKE_BLOCK_MS", 1)
+    routes = Routes(valkey.url)
+    redis = Redis.from_url(valkey.url, protocol=2, decode_responses=True)
+    await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "of before"})
+    look, called = routes._redis.xread, list[str]()
+
+    async def looking(*arguments: Any, **named: Any) -> Any:
+        answer = await look(*arguments, **named)
+        if not answer and not called:
+            called.append("r2")
+            await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "r2"})
+        return answer
+
+    monkeypatch.setattr(routes._redis, "xread", looking)
+    woken: asyncio.Queue[str] = asyncio.Queue()
+    task = asyncio.create_task(routes.wakes(woken.put_nowait))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await woken.get() == "r2"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     await redis.aclose()
     await routes.close()
 

@@ -1,14 +1,17 @@
 """What a listener of the feed is told and when: pure, with the time given."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_sidecar.admin.api import OpenSession
 from duplex_sidecar.admin.feed import Feed, FeedCursor, FeedResponse
 from duplex_sidecar.admin.views import departed_line
+from duplex_sidecar.app import Sidecar
 from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.session.ending import SHUT_DOWN, Ending, parked
 from duplex_sidecar.session.parking import ParkReason
@@ -31,6 +34,20 @@ def test_the_first_lines() -> None:
     assert [line["kind"] for line in lines] == ["hello", "session", "session", "beat"]
     told = {line["session"]: line["phase"] for line in lines if line["kind"] == "session"}
     assert told == {"a": "active", "b": "parked"}
+
+
+def test_the_hello_names_what_may_be_said_beyond_the_first_release() -> None:
+    stub: Any = SimpleNamespace(
+        settings=SimpleNamespace(replica="r", pod_uid="u", pod_name="n", model_name="m", slots=2),
+        roster=SimpleNamespace(free_slots=1),
+        draining=False,
+        problem=None,
+    )
+    hello = Sidecar.hello(stub)
+    known = {field.alias or name for name, field in OpenSession.model_fields.items()}
+    first_release = {"manifest", "token", "tokenHash", "fence"}
+    assert set(hello["understands"]) <= known - first_release
+    assert "resume" in hello["understands"]
 
 
 def test_nothing_new_is_a_beat_a_second() -> None:

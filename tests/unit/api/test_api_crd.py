@@ -123,7 +123,10 @@ def test_kubectl_explain_has_a_sentence_for_every_field(plural: str) -> None:
             if key in schema:
                 yield from fields(schema[key], f"{path}[]")
 
-    found = dict(fields(schema_of(CRDS[plural])))
+    schema = schema_of(CRDS[plural])
+    # The server has its own sentences there, and refuses ours.
+    assert set(schema["properties"]["metadata"]) == {"type", "properties"}
+    found = {path: f for path, f in fields(schema) if not path.startswith(".metadata")}
     assert len(found) > 60
     bare = [
         path

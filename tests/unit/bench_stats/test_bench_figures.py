@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.__main__ import dump
+from tests.bench.__main__ import MEASURES, default_name, dump, would_lose
 from tests.bench.client import Seen, quiet_at_end, script
 from tests.bench.figures import Broken, Figure, Verdict, as_json, exit_status
 from tests.bench.measure_memory import FILL_UNITS, at_rest
@@ -46,6 +46,16 @@ def test_a_spread_is_ordered_and_ignores_order(samples: list[float]) -> None:
     assert found.least <= found.p50 <= found.p95 <= found.p99 <= found.most
     assert found == spread(list(reversed(samples)))
     assert found.count == len(samples)
+
+
+def test_a_run_of_some_measures_takes_the_place_of_no_others(tmp_path: Path) -> None:
+    assert default_name(MEASURES) == "cpu-tiny"
+    assert default_name(["kill", "units"]) == default_name(["units", "kill"]) == "units-kill"
+    path = tmp_path / "some.json"
+    assert would_lose(path, ["kill"]) == []
+    path.write_text(json.dumps({"settings": {"measures": ["start", "units", "kill"]}}))
+    assert would_lose(path, ["kill"]) == ["start", "units"]
+    assert would_lose(path, MEASURES) == []
 
 
 def test_no_samples_have_no_spread() -> None:

@@ -154,6 +154,17 @@ class Rig:
         return seen
 
 
+async def test_a_sidecar_says_what_it_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time anew: the container may be of another release after a restart."""
+    rig = Rig(monkeypatch)
+    for told in ((), ("resume", "unheard-of"), ()):
+        await rig.say(HelloLine(replica="r", slots=1, ready=True, understands=told), BeatLine())
+        feed = rig.fleet.pod("uid-a")
+        assert feed is not None
+        assert feed.understands == told
+    await rig.fleet.close()
+
+
 async def test_counters_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     word = FeedSession(session="uid-s", phase=FeedPhase.ACTIVE, fence=1, attached=True)

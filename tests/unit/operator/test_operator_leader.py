@@ -136,6 +136,30 @@ async def test_the_second_takes_over_at_once_when_the_lease_is_given_back() -> N
     assert clock.now_s - started_s < 5
 
 
+async def test_a_lease_is_given_back_though_the_last_renewal_was_not_heard_of() -> None:
+    leases, clock = Leases(), Clock()
+
+    async def reign() -> None:
+        assert leases.raw is not None
+        assert leases.raw["spec"]["holderIdentity"] == "first"
+        await leases.patch_lease(LEASE, {"renewTime": "later"}, str(leases.version))
+
+    await leader(leases, clock, "first").run(reign)
+    assert leases.raw is not None
+    assert leases.raw["spec"]["holderIdentity"] == ""
+
+
+async def test_a_lease_that_somebody_else_has_taken_is_not_given_back() -> None:
+    leases, clock = Leases(), Clock()
+
+    async def reign() -> None:
+        await leases.patch_lease(LEASE, {"holderIdentity": "second"}, str(leases.version))
+
+    await leader(leases, clock, "first").run(reign)
+    assert leases.raw is not None
+    assert leases.raw["spec"]["holderIdentity"] == "second"
+
+
 async def test_the_second_takes_over_from_a_dead_one_within_20_s() -> None:
     leases, clock = Leases(), Clock()
     await leases.create_lease(
