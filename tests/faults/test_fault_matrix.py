@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 from support import last_run
 from support.aof_witness import AofWitness
-from support.valkeys import ValkeyProcess, primary_and_replica
+from support.valkeys import failing_pair
 
 from duplex_sidecar.cli.history import check
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -57,22 +57,8 @@ class Ground:
         if not fault.needs_replica:
             yield Server(self.valkey.url, self._restart, self._configure)
             return
-        folder = self.folder / f"pair-{len(self.files)}"
-        with primary_and_replica(folder) as (primary, replica), ExitStack() as stack:
-
-            def fail_over() -> str:
-                """And a new replica for the one that takes over."""
-                primary.kill()
-                with replica.client as client:
-                    client.config_set("repl-diskless-sync-delay", 0)
-                    client.config_set("min-replicas-to-write", 1)
-                    client.replicaof("NO", "ONE")
-                new = ValkeyProcess(folder / "c", "--replicaof", f"127.0.0.1 {replica.port}")
-                stack.callback(new.kill)
-                new.start()
-                return replica.url
-
-            yield Server(primary.url, self._restart, self._configure, fail_over)
+        with failing_pair(self.folder / f"pair-{len(self.files)}") as pair:
+            yield Server(pair.primary.url, self._restart, self._configure, pair.fail_over)
 
     def _restart(self) -> None:
         self.valkey.kill()

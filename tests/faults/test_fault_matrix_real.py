@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import last_run
 from support.sidecars import make_bed
+from support.valkeys import failing_pair
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from support.fault_table import FAULTS, MOMENTS
@@ -48,7 +49,28 @@ async def hold_cells(checkpoint: Path, folder: Path) -> None:
         bed.close()
 
 
+async def hold_a_failover(checkpoint: Path, folder: Path) -> None:
+    """On sidecars of its own, whose ledger has a replica."""
+    fault = next(fault for fault in FAULTS if fault.needs_replica)
+    moment = next(moment for moment in MOMENTS if moment.name == "speaking")
+    bed = make_bed(checkpoint)
+    try:
+        with failing_pair(folder / "pair") as pair:
+            async with Fleet(bed, pair) as fleet:
+                fleet.tokens = await undisturbed_tokens(fleet)
+                grounds = await fleet.hold("real-failover", fault, moment, 0)
+                report = grounds.report()
+                last_run.add("fault_matrix_real", [report], cells={fault.name: {moment.name: 1}})
+                file = grounds.observer.write(folder / "real-failover.jsonl")
+                assert report.violations == (), file
+    finally:
+        bed.close()
+
+
 if last_run.is_long():
 
     async def test_the_cells_on_real_engines(tiny_checkpoint: Path, tmp_path: Path) -> None:
         await hold_cells(tiny_checkpoint, tmp_path)
+
+    async def test_a_failover_on_real_engines(tiny_checkpoint: Path, tmp_path: Path) -> None:
+        await hold_a_failover(tiny_checkpoint, tmp_path)

@@ -21,12 +21,14 @@ from support.observing import Observer
 from support.resp_proxy import Plan, RespProxy
 from support.sidecars import Bed
 from support.socket_proxy import SocketProxy
+from support.valkeys import FailingPair
 
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.history.check import check_history
 from duplex_sidecar.history.observations import LedgerEnd, Reference
 from duplex_sidecar.history.verdict import Report
 from duplex_sidecar.ledger.export import Line
+from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.model import load_model
@@ -58,10 +60,16 @@ class RealHost:
 
 
 class Fleet:
-    """Two sidecars that are ready before each cell. Use as `async with`."""
+    """Two sidecars that are ready before each cell. Use as `async with`.
 
-    def __init__(self, bed: Bed) -> None:
+    pair: they stand on it, with durability `replicated`, and not on the bed's server; only there
+    can a server fail over."""
+
+    def __init__(self, bed: Bed, pair: FailingPair | None = None) -> None:
         self.bed = bed
+        self.url = pair.primary.url if pair else bed.valkey.url
+        """Of the ledger's server."""
+        self._pair = pair
         self.hosts: list[RealHost] = []
         self.special_ids: frozenset[int] = frozenset()
         self.tokens: tuple[tuple[int, ...], ...] = ()
@@ -94,10 +102,12 @@ class Fleet:
         name = f"real-{self._started}"
         nobody = Observer("between", special_ids=self.special_ids)
         path = self.bed.work / f"{self._started}.resp"
-        proxy = await RespProxy(self.bed.valkey.url, path, name, nobody).__aenter__()
+        proxy = await RespProxy(self.url, path, name, nobody).__aenter__()
+        durability = Durability.REPLICATED if self._pair else Durability.MEMORY
         sidecar = self.bed.prepare(
             name,
             redis_url=proxy.url,
+            ledger_durability=durability.value,
             max_model_tokens=MAX_MODEL_TOKENS,
             rebuild_ahead=False,
         )
@@ -118,7 +128,7 @@ class Fleet:
             with Redis.from_url(valkey.url) as client:
                 client.config_set(name, value)
 
-        return Server(valkey.url, restart, configure)
+        return Server(self.url, restart, configure, self._pair.fail_over if self._pair else None)
 
     async def hold(self, name: str, fault: Fault, moment: Moment, seed: int) -> "RealGrounds":
         """One cell; its observers are asked with `report`. Its sessions are erased."""
@@ -181,7 +191,7 @@ class RealGrounds:
         return Watch(session, what)
 
     def moved_to(self, url: str) -> None:
-        raise AssertionError(f"nothing fails over here: {url}")
+        self._fleet.url = url
 
     async def start(self, plan: Plan) -> RealHost:
         """The next one that stands ready."""
@@ -265,7 +275,7 @@ class RealGrounds:
 
     async def finish(self, session: str) -> None:
         """Look at the ledger, then erase it."""
-        url = self._fleet.bed.valkey.url
+        url = self._fleet.url
         self._observer.note(await ledger_end(url, session))
         if self._fleet.tokens:
             self._observer.note(Reference(session, self._fleet.tokens))

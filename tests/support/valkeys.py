@@ -107,6 +107,44 @@ def primary_and_replica(folder: Path) -> Generator[tuple[ValkeyProcess, ValkeyPr
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class FailingPair:
+    """A primary with its replica, as often as they fail over. folder: for new replicas."""
+
+    def __init__(self, folder: Path, primary: ValkeyProcess, replica: ValkeyProcess) -> None:
+        self._folder = folder
+        self.primary, self._replica = primary, replica
+        self.started: list[ValkeyProcess] = []
+
+    def fail_over(self) -> str:
+        """The primary dies, its replica takes over and gets a replica of its own. Returns the new
+        primary's address."""
+        self.primary.kill()
+        self.primary = self._replica
+        with self.primary.client as client:
+            client.config_set("repl-diskless-sync-delay", 0)
+            client.config_set("min-replicas-to-write", 1)
+            client.replicaof("NO", "ONE")
+        new = ValkeyProcess(
+            self._folder / f"more-{len(self.started)}",
+            *("--replicaof", f"127.0.0.1 {self.primary.port}", "--appendonly", "yes"),
+        )
+        self.started.append(new)
+        new.start()
+        self._replica = new
+        return self.primary.url
+
+
+@contextmanager
+def failing_pair(folder: Path) -> Generator[FailingPair]:
+    with primary_and_replica(folder) as (primary, replica):
+        pair = FailingPair(folder, primary, replica)
+        try:
+            yield pair
+        finally:
+            for server in pair.started:
+                server.kill()
+
+
 @contextmanager
 def cluster_of_three(folder: Path) -> Generator[list[ValkeyProcess]]:
     """Three nodes of one cluster, each with a third of the slots."""
