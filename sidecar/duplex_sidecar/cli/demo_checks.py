@@ -1,0 +1,56 @@
+"""What the demo claims of its kill, checked against what is recorded: the window is the same, and
+stage 2 begins a new epoch. Pure."""
+
+from collections.abc import Sequence
+
+from duplex_sidecar.client.conversation import Replies
+from duplex_sidecar.ledger.records import Accepted, Committed
+from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.model.minicpmo45.constants import UNIT_SAMPLES
+from duplex_sidecar.model.minicpmo45.framing import FrameSize, reserve_append
+from duplex_sidecar.session.conversation import decode_conversation
+from duplex_sidecar.session.facts import SessionFacts
+from duplex_sidecar.session.prompting import plan_after
+from duplex_sidecar.window.state import Rebuild
+
+_SMALL = FrameSize(1, 1)
+"""A single frame is never cut, whatever its size: one block."""
+
+
+def window_is_the_same(facts: SessionFacts, at_kill: LoadedSession, end: LoadedSession) -> bool:
+    """Whether the first unit behind the kill was answered in the window that its owner from before
+    the kill would have given it: as many units left, and a prompt as long to the token.
+
+    at_kill: read when the old owner was dead and the new one not there yet."""
+    before = decode_conversation(at_kill.state)
+    records = [entry.record for entry in end.entries]
+    accepted = [one for one in records if isinstance(one, Accepted) and one.seq == before.seq + 1]
+    committed = [one for one in records if isinstance(one, Committed) and one.seq == before.seq + 1]
+    if not accepted or not committed:
+        return False
+    unit, made = accepted[0], committed[0].plan
+    frames = [_SMALL] * len(unit.media.frames)
+    slots = reserve_append(unit.seq, unit.input.chunks * UNIT_SAMPLES, frames, 0).slots
+    planned, window = plan_after(facts, before, slots, None)
+    dropped = planned.drop_units if isinstance(planned, Rebuild) else 0
+    return (made.prompt_tokens, made.dropped_units) == (window.prompt_tokens, dropped)
+
+
+def epoch_begins_anew(replies: Sequence[Replies], last_unit: int) -> bool:
+    """Whether the first sound behind `last_unit` is of a newer epoch than all before it, which
+    counts its chunks from 0. In mid-turn the first of them are what sounded of the turn already:
+    the new epoch hears that muted. True too where nothing sounded any more."""
+    before = [one for one in replies if one.input_s <= last_unit]
+    behind = [one for one in replies if one.input_s > last_unit]
+    if not behind:
+        return True
+    first = behind[0]
+    muted = [one for one in before if one.turn == first.turn]
+    begins = 0 < first.sequence <= len(muted) if first.from_sample else first.sequence == 0
+    in_order = [one.sequence for one in behind if one.epoch == first.epoch]
+    return (
+        begins
+        and first.epoch > max((one.epoch for one in before), default=-1)
+        and first.from_sample == sum(len(one.pcm_s16le) // 2 for one in muted)
+        and in_order == list(range(first.sequence, first.sequence + len(in_order)))
+    )
