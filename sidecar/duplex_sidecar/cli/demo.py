@@ -43,6 +43,7 @@ from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.ledger.export import export_lines
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.model import load_model
 from duplex_sidecar.session.opening import facts_of
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
@@ -88,6 +89,15 @@ class _Stage:
     def stop_sidecar(self) -> None:
         if self.sidecar is not None:
             self.sidecar.stop()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of the conversation behind the kill."""
+
+    resumed: int
+    same_window: bool
+    new_epoch: bool
 
 
 def demo(
@@ -171,7 +181,7 @@ def _demo(
         stage = _Stage(new, work, console, valkey, sink, checkpoint)
         started_things.callback(stage.stop_sidecar)
         talk, kill = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
-    return _summary(console, out, talk, kill, time.monotonic() - started)
+    return summary(console, out, talk, kill, time.monotonic() - started)
 
 
 def _make_checkpoint(console: Console, path: Path) -> None:
@@ -200,7 +210,7 @@ async def _run(
     frames: list[bytes] | None,
     kill_at: int,
     speed: float,
-) -> tuple[Talk, "_Kill | None"]:
+) -> tuple[Talk, Kill | None]:
     session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
     first = stage.new_sidecar("sidecar-1")
     stage.console.print("starting sidecar-1: half a minute to a minute", highlight=False)
@@ -240,26 +250,19 @@ async def _run(
     return talk, _judged(stage, talk, end) if kill_at else None
 
 
-@dataclass(frozen=True)
-class _Kill:
-    """What became of the conversation behind the kill."""
-
-    resumed: int
-    same_window: bool
-    new_epoch: bool
-
-
-def _judged(stage: _Stage, talk: Talk, end: LoadedSession) -> _Kill:
+def _judged(stage: _Stage, talk: Talk, end: LoadedSession) -> Kill:
     """Nothing is the same where nobody was killed: the recording was shorter than that."""
     at_kill, sidecar = stage.at_kill, stage.sidecar
     if at_kill is None or sidecar is None:
-        return _Kill(len(talk.resumes), same_window=False, new_epoch=False)
+        return Kill(len(talk.resumes), same_window=False, new_epoch=False)
     facts = facts_of(end.opening, load_model(sidecar.settings))
     killed = talk.units[0]["replica"]
     last_unit = max(unit["unit"] for unit in talk.units if unit["replica"] == killed)
-    return _Kill(
+    return Kill(
         len(talk.resumes),
-        same_window=window_is_the_same(facts, at_kill, end),
+        same_window=window_is_the_same(
+            facts, decode_conversation(at_kill.state), [entry.record for entry in end.entries]
+        ),
         new_epoch=epoch_begins_anew(talk.replies, last_unit),
     )
 
@@ -342,7 +345,8 @@ def write_wave(path: Path, pcm_s16le: bytes) -> None:
         file.writeframes(pcm_s16le)
 
 
-def _summary(console: Console, out: Path, talk: Talk, kill: _Kill | None, seconds: float) -> int:
+def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds: float) -> int:
+    """The closing lines. Returns the exit status: 1 where something claimed does not hold."""
     numbers = [unit["unit"] for unit in talk.units]
     contiguous = numbers == list(range(1, len(numbers) + 1))
     spoken = sum(unit["decision"] == "speak" for unit in talk.units)
