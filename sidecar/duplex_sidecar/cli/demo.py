@@ -22,7 +22,7 @@ from rich.console import Console
 
 from duplex_api.manifest import ManifestError
 from duplex_sidecar.checkpoint.errors import CheckpointError
-from duplex_sidecar.cli.demo_checks import epoch_begins_anew, window_is_the_same
+from duplex_sidecar.cli.demo_checks import epoch_begins_anew
 from duplex_sidecar.cli.inputs import Count, Factor, InputFolder, OutputPath, os_error_text
 from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
 from duplex_sidecar.cli.manifest_file import read_manifest
@@ -46,6 +46,7 @@ from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.model import load_model
 from duplex_sidecar.session.opening import facts_of
+from duplex_sidecar.session.same_window import window_is_the_same
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 LEAST_SPEECH_S = 60

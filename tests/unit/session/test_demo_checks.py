@@ -11,7 +11,7 @@ from session_kit import MODEL, VOCABULARY, WORD_IDS, Terms
 from duplex_api.resolve import resolve_session
 from duplex_api.window import WindowBoundary, WindowLimits
 from duplex_sidecar.cli.demo import Kill, summary
-from duplex_sidecar.cli.demo_checks import epoch_begins_anew, window_is_the_same
+from duplex_sidecar.cli.demo_checks import epoch_begins_anew
 from duplex_sidecar.client.conversation import Replies, Talk
 from duplex_sidecar.ledger.records import (
     Accepted,
@@ -32,6 +32,7 @@ from duplex_sidecar.session.conversation import Conversation
 from duplex_sidecar.session.facts import SessionFacts
 from duplex_sidecar.session.opening import facts_of, opening_of
 from duplex_sidecar.session.prompting import plan_after
+from duplex_sidecar.session.same_window import window_is_the_same
 from duplex_sidecar.window import parts
 from duplex_sidecar.window.state import Overflow
 
