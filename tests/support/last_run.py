@@ -13,6 +13,7 @@ from typing import Any
 
 from duplex_sidecar.history.verdict import Counts, Report
 from scripts.tiers import LONG_PROFILE, PROFILE_VARIABLE
+from tests.bench import conditions
 from tests.bench.revision import revision
 
 KEEP_VARIABLE = "DUPLEX_KEEP_RUN"
