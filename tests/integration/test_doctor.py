@@ -201,7 +201,7 @@ def test_as_a_process_its_status_says_what_it_printed(tiny_checkpoint: Path) -> 
         check=False,
     )
     assert done.stderr == ""
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    failed = [line for line in done.stdout.splitlines() if line.strip().startswith("FAIL")]
     assert done.returncode == (1 if failed else 0)
     last = done.stdout.splitlines()[-1]
     assert last == (f"to fix first: {len(failed)}" if failed else "ready to run")
