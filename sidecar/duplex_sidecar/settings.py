@@ -14,6 +14,7 @@ from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.stages.engine.settings import Device
 
 MAX_DRAIN_GRACE_S = 3600.0
+CUDA_ENCODER_BATCH = 8
 ENVIRONMENT_PREFIX = "DUPLEX_"
 _NOT_FROM_ENVIRONMENT = frozenset({"bench_script"})
 
@@ -37,6 +38,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Live sessions at once."""
     rebuild_seats: int = 2
     """Rebuilds at once: an old and a new stream live side by side while one is under way."""
+    encoder_batch: int = 0
+    """Sessions whose seconds, or camera frames, share one pass of the encoder where they wait at
+    the same moment. 0: `CUDA_ENCODER_BATCH` on a GPU and 1 on a CPU (`encoder_batch_here`)."""
     rebuild_ahead: bool = True
     """Make the prompt of a slide that is sure to come before its append does. Changes when the
     Thinker works, never what it answers."""
@@ -101,6 +105,8 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("slots", "rebuild_seats", "max_model_tokens", "max_talker_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if self.encoder_batch < 0:
+            raise ValueError("encoder_batch must not be negative")
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ValueError(f"{name} must be between 0 and 65535")
@@ -114,6 +120,14 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError("tls_cert_file needs admin_port: the realtime door speaks no TLS")
         if not 0 <= self.drain_grace_s <= MAX_DRAIN_GRACE_S:
             raise ValueError(f"drain_grace_s must be between 0 and {MAX_DRAIN_GRACE_S:.0f}")
+
+    @property
+    def encoder_batch_here(self) -> int:
+        """`encoder_batch`, with its default for the device filled in.
+
+        On a GPU the last of eight has its rows in half the time (`tests/gpu/results/`). A CPU core
+        takes as long as for one after the other, and then everybody waits for the last."""
+        return self.encoder_batch or (1 if self.device is Device.CPU else CUDA_ENCODER_BATCH)
 
     @property
     def given_voices_dir(self) -> str:

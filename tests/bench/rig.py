@@ -20,8 +20,8 @@ from duplex_sidecar.client.media import read_frames, read_speech
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 from tests.bench.client import UnitClient
-from tests.bench.conditions import ROOT
 from tests.bench.figures import Broken
+from tests.bench.revision import ROOT
 
 CHECKPOINT_TIMEOUT_S = 600.0
 

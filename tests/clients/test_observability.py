@@ -5,13 +5,12 @@ import asyncio
 import base64
 import json
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.material import manifest, speech
+from support.material import manifest, picture, speech
 from support.patience import PATIENCE_S
 from support.realtime import Heard, conversing
 from support.sidecars import Bed, get, whole_lines
@@ -199,18 +198,46 @@ def everything_written(sidecar: LocalSidecar, bed: Bed) -> dict[str, str]:
     return {str(file): file.read_text(errors="replace") for file in files}
 
 
+async def lines_of(sidecar: LocalSidecar, session: str, wanted: int) -> list[dict[str, Any]]:
+    """What the sidecar's log has of a session, once it has so many lines of it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            lines = [json.loads(line) for line in whole_lines(sidecar.log)]
+            assert all(line["replica"] == sidecar.settings.replica for line in lines)
+            mine = [line for line in lines if line.get("session") == session]
+            if len(mine) >= wanted:
+                return mine
+            await asyncio.sleep(0.1)
+
+
 async def test_log_lines_carry_their_session(sidecar: LocalSidecar) -> None:
     session, _ = await conversation(sidecar)
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        lines = [json.loads(line) for line in whole_lines(sidecar.log)]
-        mine = [line for line in lines if line.get("session") == session]
-        if len(mine) >= 2 or time.monotonic() > deadline:
-            break
-        await asyncio.sleep(0.1)
+    mine = await lines_of(sidecar, session, 2)
     assert [line["message"] for line in mine] == [
         "session runs here",
         "session no longer runs here",
     ]
     assert mine[-1]["fields"] == {"reason": "session_ended", "units": UNITS}
-    assert all(line["replica"] == sidecar.settings.replica for line in lines)
+
+
+async def test_a_line_about_a_unit_carries_its_number(sidecar: LocalSidecar) -> None:
+    """Of two conversations at a time one is shown pictures until a unit does not fit any more."""
+    frames = [base64.b64encode(picture(1_280, 960, shade=shade)).decode() for shade in (10, 200)]
+    wide = manifest(camera={"framesPerUnit": 2, "highResolution": True})
+    async with (
+        conversing(sidecar, TEXT, "heard") as other,
+        conversing(sidecar, wide, "wide") as client,
+    ):
+        await other.speak(speech(2))
+        await other.until_unit(2)
+        for second in range(12):
+            await client.append(speech(1, second), video_frames=frames)
+            event = await client.until(("duplex.unit", "session.closed"))
+            if event["type"] == "session.closed":
+                break
+        assert event["reason"] == "context_length_exceeded"
+        units = len(client.heard.units)
+    mine = await lines_of(sidecar, client.session, 3)
+    about = [(line["level"], line["message"], line["unit"]) for line in mine if "unit" in line]
+    assert about == [("warning", "unit failed: context_length_exceeded", units + 1)]
+    assert all("unit" not in line for line in await lines_of(sidecar, other.session, 2))

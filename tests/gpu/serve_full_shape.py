@@ -1,6 +1,6 @@
 """All three stages in the real shapes on one GPU: 1 and 8 sessions through the whole sidecar.
 
-    python tests/gpu/serve_full_shape.py CHECKPOINT RESULT.json [--seconds 60] [--graphs]
+    python -m tests.gpu.serve_full_shape CHECKPOINT RESULT.json [--seconds 60] [--graphs]
 
 CHECKPOINT is made first if it is not there (`duplex checkpoint make --shape 8b`, 19 GB). Its random
 weights say nothing sensible, so a bench script decides what units emit: listening and speaking in
@@ -31,6 +31,7 @@ from duplex_sidecar.client.conversation import SAMPLE_RATE_HZ, Conversation
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from tests.bench.revision import revision
 
 MANIFEST = """
 apiVersion: duplex.dev/v1alpha1
@@ -175,7 +176,10 @@ def main() -> int:
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--dummy", action="store_true", help="weights are made up by the stages")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "revision": revision(),
+    }
     began = time.monotonic()
     make_checkpoint(arguments.checkpoint, weights=not arguments.dummy)
     result["checkpoint_make_s"] = round(time.monotonic() - began, 1)

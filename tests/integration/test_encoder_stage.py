@@ -208,6 +208,54 @@ async def test_a_conversation_with_failures_over_the_socket(checkpoint, weights,
             await link.call(ThinkerClose("x"), EncoderRows, 60.0)
 
 
+async def test_sessions_that_share_passes_have_the_rows_of_single_ones(
+    checkpoint, weights, tmp_path
+):
+    """Over the socket, of ages from 0 to 3 s, each with a frame; a fifth one's frame is none."""
+    shape = encoder_shape(tiny_config())
+    modules = build(shape, weights)
+    audio = AudioEncoder(shape, modules.apm, modules.audio_projection_layer)
+    vision = VisionEncoder(shape, modules.vpm, modules.resampler)
+    sounds = {name: noise_pcm(6, seed) for seed, name in enumerate("abcd")}
+    states = {name: open_state(0) for name in sounds}
+
+    def second(name: str, unit: int) -> bytes:
+        begin = 0 if unit == 0 else FIRST_BYTES + CHUNK_BYTES * (unit - 1)
+        return sounds[name][begin : FIRST_BYTES + CHUNK_BYTES * unit]
+
+    def alone(name: str, unit: int) -> torch.Tensor:
+        (step,) = audio.step([(states[name], second(name, unit))])
+        states[name] = step.state
+        assert step.rows is not None
+        return step.rows
+
+    async with serving(tmp_path, checkpoint, max_sessions=5, max_batch=4) as (link, _):
+        client = EncoderClient(link)
+        assert (await client.health()).limits["max_batch"] == 4
+        await client.open(EncoderOpen("bad", 0))
+        for age, name in enumerate(sounds):
+            await client.open(EncoderOpen(name, 0))
+            for unit in range(age):
+                await client.feed(EncoderFeed(name, unit, second(name, unit), (), True, False))
+                alone(name, unit)
+        bad = EncoderFeed("bad", 0, second("a", 0), (b"no image",), True, False)
+        for step in range(3):
+            frames = (photo(320 + 64 * step, 240),)
+            units = {name: age + step for age, name in enumerate(sounds)}
+            fault, *answers = await asyncio.gather(
+                fault_of(client, bad),
+                *(
+                    client.feed(EncoderFeed(name, unit, second(name, unit), frames, True, False))
+                    for name, unit in units.items()
+                ),
+            )
+            assert fault is StageFault.UNDECODABLE
+            (seen,) = vision.encode(frame_blocks(frames))
+            for (name, unit), answer in zip(units.items(), answers, strict=True):
+                assert (rows_of(answer.audio) - alone(name, unit)).abs().max() <= 1e-5
+                assert (rows_of(answer.vision[0]) - seen).abs().max() <= 1e-4
+
+
 async def test_a_voices_clip_is_encoded_by_its_name(checkpoint, weights, tmp_path):
     shape = encoder_shape(tiny_config())
     modules = build(shape, weights)

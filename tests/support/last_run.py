@@ -14,6 +14,7 @@ from typing import Any
 from duplex_sidecar.history.verdict import Counts, Report
 from scripts.tiers import LONG_PROFILE, PROFILE_VARIABLE
 from tests.bench import conditions
+from tests.bench.revision import revision
 
 KEEP_VARIABLE = "DUPLEX_KEEP_RUN"
 FILE = Path(__file__).resolve().parents[1] / "faults" / "last_run.json"
@@ -74,7 +75,7 @@ def run_conditions() -> dict[str, Any]:
     """When, of what, where. The load is that of the beginning."""
     return {
         "began": conditions.now_utc(),
-        "revision": conditions.revision(),
+        "revision": revision(),
         "machine": conditions.machine(),
         "load_before": conditions.load_average(),
         "versions": conditions.versions(),

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from duplex_api.manifest import ManifestError
 from duplex_sidecar.checkpoint.errors import CheckpointError
+from duplex_sidecar.cli.demo_checks import epoch_begins_anew
 from duplex_sidecar.cli.inputs import Count, Factor, InputFolder, OutputPath, os_error_text
 from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
 from duplex_sidecar.cli.manifest_file import read_manifest
@@ -41,6 +42,11 @@ from duplex_sidecar.client.timeline import draw_timeline
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.ledger.export import export_lines
 from duplex_sidecar.ledger.reader import LedgerReader
+from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.session.conversation import decode_conversation
+from duplex_sidecar.session.model import load_model
+from duplex_sidecar.session.opening import facts_of
+from duplex_sidecar.session.same_window import window_is_the_same
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 LEAST_SPEECH_S = 60
@@ -60,6 +66,15 @@ class _Stage:
     sink: OtlpSink
     checkpoint: Path
     sidecar: LocalSidecar | None = None
+    at_kill: LoadedSession | None = None
+    """What the ledger held of the session while nobody ran it."""
+
+    async def load(self, session: str) -> LoadedSession:
+        reader = await LedgerReader.connect(self.valkey.url)
+        try:
+            return await reader.load(session)
+        finally:
+            await reader.close()
 
     def new_sidecar(self, name: str) -> LocalSidecar:
         self.sidecar = LocalSidecar.prepare(
@@ -75,6 +90,15 @@ class _Stage:
     def stop_sidecar(self) -> None:
         if self.sidecar is not None:
             self.sidecar.stop()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of the conversation behind the kill."""
+
+    resumed: int
+    same_window: bool
+    new_epoch: bool
 
 
 def demo(
@@ -157,8 +181,8 @@ def _demo(
         sink = started_things.enter_context(OtlpSink(new / "spans.jsonl", None))
         stage = _Stage(new, work, console, valkey, sink, checkpoint)
         started_things.callback(stage.stop_sidecar)
-        talk = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
-    return _summary(console, out, talk, kill_at, time.monotonic() - started)
+        talk, kill = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
+    return summary(console, out, talk, kill, time.monotonic() - started)
 
 
 def _make_checkpoint(console: Console, path: Path) -> None:
@@ -187,7 +211,7 @@ async def _run(
     frames: list[bytes] | None,
     kill_at: int,
     speed: float,
-) -> Talk:
+) -> tuple[Talk, Kill | None]:
     session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
     first = stage.new_sidecar("sidecar-1")
     stage.console.print("starting sidecar-1: half a minute to a minute", highlight=False)
@@ -207,7 +231,7 @@ async def _run(
             on_event=events.put_nowait,
         )
         talking = asyncio.create_task(conversation.run())
-        watching = asyncio.create_task(_watch(stage, events, table, kill_at, first))
+        watching = asyncio.create_task(_watch(stage, session, events, table, kill_at, first))
         try:
             talk = await talking
         finally:
@@ -218,21 +242,30 @@ async def _run(
     sidecar = stage.sidecar
     assert sidecar is not None
     await asyncio.to_thread(sidecar.stop)
-    await _export_ledger(stage, session)
+    end = await stage.load(session)
+    with written(stage.out / "ledger.jsonl") as path:
+        path.write_bytes(b"".join(export_lines(end)))
     write_wave(stage.out / "reply.wav", lay_out_replies(talk.replies))
     with written(stage.out / "timeline.png") as path:
         draw_timeline(path, talk, speech, kill_at or None)
-    return talk
+    return talk, _judged(stage, talk, end) if kill_at else None
 
 
-async def _export_ledger(stage: _Stage, session: str) -> None:
-    reader = await LedgerReader.connect(stage.valkey.url)
-    try:
-        loaded = await reader.load(session)
-    finally:
-        await reader.close()
-    with written(stage.out / "ledger.jsonl") as path:
-        path.write_bytes(b"".join(export_lines(loaded)))
+def _judged(stage: _Stage, talk: Talk, end: LoadedSession) -> Kill:
+    """Nothing is the same where nobody was killed: the recording was shorter than that."""
+    at_kill, sidecar = stage.at_kill, stage.sidecar
+    if at_kill is None or sidecar is None:
+        return Kill(len(talk.resumes), same_window=False, new_epoch=False)
+    facts = facts_of(end.opening, load_model(sidecar.settings))
+    killed = talk.units[0]["replica"]
+    last_unit = max(unit["unit"] for unit in talk.units if unit["replica"] == killed)
+    return Kill(
+        len(talk.resumes),
+        same_window=window_is_the_same(
+            facts, decode_conversation(at_kill.state), [entry.record for entry in end.entries]
+        ),
+        new_epoch=epoch_begins_anew(talk.replies, last_unit),
+    )
 
 
 async def _ready(sidecar: LocalSidecar, wait: Callable[..., object], *arguments: object) -> None:
@@ -258,6 +291,7 @@ def _show_start(console: Console, sidecar: LocalSidecar) -> None:
 
 async def _watch(
     stage: _Stage,
+    session: str,
     events: "asyncio.Queue[dict[str, Any]]",
     table: LiveTable,
     kill_at: int,
@@ -267,13 +301,16 @@ async def _watch(
         event = await events.get()
         _show(event, table)
         if event["type"] == "duplex.unit" and kill_at and event["unit"] == kill_at:
-            await _kill_and_replace(stage, table, first)
+            await _kill_and_replace(stage, session, table, first)
 
 
-async def _kill_and_replace(stage: _Stage, table: LiveTable, first: LocalSidecar) -> None:
+async def _kill_and_replace(
+    stage: _Stage, session: str, table: LiveTable, first: LocalSidecar
+) -> None:
     began = time.monotonic()
     processes = len(first.tree())
     await asyncio.to_thread(first.kill_tree)
+    stage.at_kill = await stage.load(session)
     table.note(f"killed {processes} processes of sidecar-1 (SIGKILL); starting sidecar-2")
     second = stage.new_sidecar("sidecar-2")
     # The address stays the same for the client, as a service's would.
@@ -309,7 +346,8 @@ def write_wave(path: Path, pcm_s16le: bytes) -> None:
         file.writeframes(pcm_s16le)
 
 
-def _summary(console: Console, out: Path, talk: Talk, kill_at: int, seconds: float) -> int:
+def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds: float) -> int:
+    """The closing lines. Returns the exit status: 1 where something claimed does not hold."""
     numbers = [unit["unit"] for unit in talk.units]
     contiguous = numbers == list(range(1, len(numbers) + 1))
     spoken = sum(unit["decision"] == "speak" for unit in talk.units)
@@ -318,13 +356,18 @@ def _summary(console: Console, out: Path, talk: Talk, kill_at: int, seconds: flo
     epochs = sorted({unit["epoch"] for unit in talk.units if unit["stage2_sequence"] is not None})
     audio_s = sum(unit["audio_samples"] for unit in talk.units) / OUTPUT_RATE_HZ
     replicas = sorted({unit["replica"] for unit in talk.units})
-    resumed = len(talk.resumes) if kill_at else 0
-    ok = contiguous and (not kill_at or (resumed >= 1 and len(replicas) == 2))
+    ok, told = contiguous, ""
+    if kill is not None:
+        ok &= kill.resumed >= 1 and len(replicas) == 2 and kill.same_window and kill.new_epoch
+        told = (
+            f"resumed {kill.resumed}x on {' -> '.join(replicas)}, same window={kill.same_window}, "
+            f"new epoch from chunk 0={kill.new_epoch}, "
+        )
     console.print(
         f"\n{'OK' if ok else 'FAILED'}: {len(numbers)} units contiguous={contiguous}, "
         f"{spoken} spoken in {len(talk.transcript)} turns ({audio_s:.1f} s of audio), "
         f"{len(rebuilds)} rebuilds, {len(epochs)} epochs, p50 {walls[len(walls) // 2]:.0f} ms "
-        f"a unit, resumed {resumed}x on {' -> '.join(replicas)}, {seconds:.0f} s in all",
+        f"a unit, {told}{seconds:.0f} s in all",
         style="bold",
         highlight=False,
         markup=False,
@@ -335,7 +378,7 @@ def _summary(console: Console, out: Path, talk: Talk, kill_at: int, seconds: flo
         f"  traces     grep -c duplex.window.rebuild {out / 'spans.jsonl'}\n"
         f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
         "  go on      .venv/bin/duplex run -f examples/session.yaml --audio FILE\n"
-        "  check up   duplex doctor",
+        "  check up   .venv/bin/duplex doctor",
         highlight=False,
         markup=False,
     )

@@ -30,10 +30,14 @@ REDIAL_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Replies:
-    """A stretch of reply audio: when its unit ended on the input's clock, and its samples."""
+    """A stretch of reply audio: when its unit ended on the input's clock, and its samples.
+    from_sample: its place in its turn. epoch, sequence: which chunk of stage 2 it is."""
 
     input_s: float
     turn: int
+    epoch: int
+    sequence: int
+    from_sample: int
     pcm_s16le: bytes
 
 
@@ -215,8 +219,16 @@ class Conversation:
                 self.talk.done_at_s[event["unit"]] = time.monotonic()
             case "response.output_audio.delta":
                 turn = int(str(event["response_id"]).rsplit("_", 1)[1])
+                facts = event["duplex"]
                 self.talk.replies.append(
-                    Replies(float(event["duplex"]["unit"]), turn, base64.b64decode(event["delta"]))
+                    Replies(
+                        input_s=float(facts["unit"]),
+                        turn=turn,
+                        epoch=facts["epoch"],
+                        sequence=facts["stage2_sequence"],
+                        from_sample=facts["from_sample"],
+                        pcm_s16le=base64.b64decode(event["delta"]),
+                    )
                 )
             case "response.output_audio_transcript.delta":
                 turn = int(str(event["response_id"]).rsplit("_", 1)[1])

@@ -312,6 +312,9 @@ class UnitRunner:
         with span as trace, log_context(unit=seq):
             try:
                 yield UnitWatch(trace, self._metrics)
+            except SessionOver as over:
+                log.warning("unit failed: %s", over.code)
+                raise
             except StageError as error:
                 detail = f"{error.stage}: {error.fault}"
                 log.error("unit failed: %s", detail)

@@ -55,6 +55,7 @@ def stage_settings(
             device=settings.device,
             element_type=element_type,
             max_sessions=settings.slots,
+            max_batch=settings.encoder_batch_here,
             load_format=load_format,
             voices_dir=settings.voices_dir,
             given_voices_dir=settings.given_voices_dir,

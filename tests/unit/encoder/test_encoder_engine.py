@@ -1,12 +1,19 @@
 """Sessions of the encoder: one append after the other, and failures that leave no trace."""
 
 import asyncio
+import io
+import threading
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from duplex_sidecar.stages.encoder import engine as engine_module
 from duplex_sidecar.stages.encoder.audio import AudioStep, open_state
 from duplex_sidecar.stages.encoder.engine import EncoderEngine
+from duplex_sidecar.stages.encoder.images import frame_blocks
 from duplex_sidecar.stages.envelope import EncoderFeed, EncoderOpen
 from duplex_sidecar.stages.errors import StageError, StageFault
 
@@ -20,10 +27,10 @@ LATER = bytes(32_000)
 async def make_engine(short_encoders):
     engines = []
 
-    def make(*, max_sessions=4, max_batch=1, audio=None):
+    def make(*, max_sessions=4, max_batch=1, audio=None, vision=None):
         engine = EncoderEngine(
             audio or short_encoders.audio,
-            short_encoders.vision,
+            vision or short_encoders.vision,
             max_sessions=max_sessions,
             max_batch=max_batch,
         )
@@ -41,6 +48,13 @@ def opened(session="s", start_samples=0):
 
 def append(unit, pcm=LATER, *, session="s", frames=(), discard=False):
     return EncoderFeed(session, unit, pcm, tuple(frames), True, discard)
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    colours = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(colours).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 async def refused(engine, request, fault=StageFault.REFUSED) -> str:
@@ -200,6 +214,156 @@ async def test_sessions_take_turns_while_one_replays(make_engine):
     await engine.feed(append(2, session="live"))
     assert not replay.done()
     await replay
+
+
+class Counted:
+    """An encoder of either kind that notes how many sessions each pass had. It sees nothing before
+    `decoded` is set."""
+
+    def __init__(self, encoder) -> None:
+        self.encoder = encoder
+        self.batches: list[int] = []
+        self.decoded = threading.Event()
+        self.decoded.set()
+
+    def step(self, chunks) -> list[AudioStep]:
+        self.batches.append(len(chunks))
+        return self.encoder.step(chunks)
+
+    def encode_appends(self, appends) -> list[list[torch.Tensor]]:
+        self.batches.append(len(appends))
+        assert self.decoded.wait(5)
+        return self.encoder.encode_appends(appends)
+
+
+def seen(unit: int, number: int) -> tuple[bytes, ...]:
+    """Frames of a session's unit: none, one, or two that are cut into four blocks."""
+    count = (unit + number) % 3
+    shapes = [(900, 500), (60, 40)] if count == 2 else [(64, 64)] * count
+    return tuple(picture(*shape, seed=10 * unit + number) for shape in shapes)
+
+
+async def test_sessions_of_different_ages_with_frames_have_the_rows_of_single_runs(
+    make_engine, short_encoders, make_sound, monkeypatch
+):
+    audio, vision = Counted(short_encoders.audio), Counted(short_encoders.vision)
+    together = make_engine(max_batch=4, audio=audio, vision=vision)
+    alone = make_engine(max_batch=1)
+    ages = {"a": 0, "b": 1, "c": 2, "d": 5}
+    requests = {}
+    for number, (session, age) in enumerate(ages.items()):
+        pcm = make_sound(age + 4, 30 + number).tobytes()
+        cuts = [0, *range(33_120, len(pcm) + 1, 32_000)]
+        chunks = [pcm[start:end] for start, end in pairwise(cuts)]
+        requests[session] = [
+            append(unit, chunk, session=session, frames=seen(unit, number))
+            for unit, chunk in enumerate(chunks)
+        ]
+        for engine in (together, alone):
+            engine.open(opened(session))
+            for request in requests[session][:age]:
+                await engine.feed(request)
+    audio.batches.clear()
+    vision.batches.clear()
+    to_decode = 0
+
+    def decoding(*frames, **options):
+        nonlocal to_decode
+        blocks = frame_blocks(*frames, **options)
+        to_decode -= 1
+        if not to_decode:
+            vision.decoded.set()
+        return blocks
+
+    monkeypatch.setattr(engine_module, "frame_blocks", decoding)
+    for step in range(4):
+        asked = [requests[session][age + step] for session, age in ages.items()]
+        to_decode = sum(bool(request.frames) for request in asked)
+        vision.decoded.clear()
+        answers = await asyncio.gather(*(together.feed(request) for request in asked))
+        for request, answer in zip(asked, answers, strict=True):
+            single = await alone.feed(request)
+            assert answer.encoder_reset is single.encoder_reset
+            assert len(answer.vision) == len(single.vision) == (0, 1, 4)[len(request.frames)]
+            for mine, own in zip(
+                (*answer.audio, *answer.vision), (*single.audio, *single.vision), strict=True
+            ):
+                assert mine.shape == own.shape
+                assert (mine - own).abs().max() <= 1e-5
+    # They did share, of either kind: a first pass of frames lasts until all are decoded.
+    assert sum(audio.batches) == 16 > len(audio.batches)
+    assert sum(vision.batches) == 11
+    assert max(vision.batches) > 1
+
+
+async def test_a_frame_that_cannot_be_decoded_touches_nobody_else(make_engine, short_encoders):
+    vision = Counted(short_encoders.vision)
+    engine = make_engine(max_batch=4, vision=vision)
+    for session in "abc":
+        engine.open(opened(session))
+    frames = {"a": picture(64, 64, 1), "b": b"no image", "c": picture(64, 64, 3)}
+    answers = await asyncio.gather(
+        *(engine.feed(append(1, FIRST, session=each, frames=[frames[each]])) for each in "abc"),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[1], StageError)
+    assert answers[1].fault is StageFault.UNDECODABLE
+    alone = make_engine()
+    for session, answer in (("a", answers[0]), ("c", answers[2])):
+        alone.open(opened(session))
+        single = await alone.feed(append(1, FIRST, session=session, frames=[frames[session]]))
+        assert (answer.vision[0] - single.vision[0]).abs().max() <= 1e-5
+        assert (answer.audio[0] - single.audio[0]).abs().max() <= 1e-5
+    await engine.feed(append(1, FIRST, session="b"))
+
+
+class Picky(Counted):
+    """Cannot encode an append of two frames that were not cut."""
+
+    def encode_appends(self, appends) -> list[list[torch.Tensor]]:
+        rows = super().encode_appends(appends)
+        if any(len(append) == 2 for append in appends):
+            raise RuntimeError("no")
+        return rows
+
+
+async def test_a_frame_that_fails_on_the_device_fails_alone(make_engine, short_encoders):
+    vision = Picky(short_encoders.vision)
+    engine = make_engine(max_batch=4, vision=vision)
+    for session in "abc":
+        engine.open(opened(session))
+    frames = [picture(64, 64, 1)]
+    answers = await asyncio.gather(
+        engine.feed(append(1, FIRST, session="a", frames=frames)),
+        engine.feed(append(1, FIRST, session="b", frames=frames * 2)),
+        engine.feed(append(1, FIRST, session="c", frames=frames)),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[1], RuntimeError)
+    for answer in (answers[0], answers[2]):
+        assert [tuple(block.shape) for block in answer.vision] == [(64, 256)]
+        assert len(answer.audio) == 1
+    lost = asyncio.ensure_future(engine.lost())
+    await engine.feed(append(1, FIRST, session="b", frames=frames))
+    assert not lost.done()
+    lost.cancel()
+
+
+async def test_frames_of_many_do_not_hold_up_a_session_without(make_engine):
+    """Its second goes between two passes of frames."""
+    engine = make_engine(max_sessions=9, max_batch=2)
+    for number in range(9):
+        engine.open(opened(f"s{number}"))
+    watching = [
+        asyncio.create_task(
+            engine.feed(append(1, FIRST, session=f"s{number}", frames=[picture(64, 64, number)]))
+        )
+        for number in range(8)
+    ]
+    await asyncio.sleep(0)
+    await engine.feed(append(1, FIRST, session="s8"))
+    assert sum(task.done() for task in watching) < 4
+    await asyncio.gather(*watching)
 
 
 class Moody:

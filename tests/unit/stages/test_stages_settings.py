@@ -1,13 +1,17 @@
 """Settings, environment and restart policy of stage processes."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from duplex_sidecar.settings import SidecarSettings
+from duplex_sidecar.stages.encoder.config import EncoderSettings
 from duplex_sidecar.stages.engine.settings import Device
 from duplex_sidecar.stages.envelope import ElementType
 from duplex_sidecar.stages.environment import stage_environment
+from duplex_sidecar.stages.launch import stage_specs
 from duplex_sidecar.stages.supervisor import RestartPolicy
 from duplex_sidecar.stages.talker.config import TalkerSettings
 from duplex_sidecar.stages.thinker.config import ThinkerSettings
@@ -53,6 +57,43 @@ def test_wrong_settings_are_told_apart(changes: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(msgspec.json.encode(document), type=ThinkerSettings)
     assert next(iter(changes)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "batch"),
+    [
+        ({}, 1),
+        ({"device": Device.CUDA}, 8),
+        ({"device": Device.CUDA, "encoder_batch": 3}, 3),
+        ({"encoder_batch": 4}, 4),
+    ],
+)
+def test_the_encoders_process_is_told_how_many_share_a_pass(
+    tmp_path: Path, said: dict[str, Any], batch: int
+) -> None:
+    settings = SidecarSettings(
+        checkpoint="/models/tiny",
+        redis_url="redis://ledger",
+        runtime_dir=str(tmp_path),
+        cache_dir="/cache",
+        **said,
+    )
+    (spec,) = (
+        spec for spec in stage_specs(settings, ElementType.FLOAT32) if spec.stage == "encoder"
+    )
+    config = Path(spec.argv[spec.argv.index("--config") + 1])
+    assert msgspec.json.decode(config.read_bytes(), type=EncoderSettings).max_batch == batch
+
+
+def test_a_negative_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="encoder_batch"):
+        SidecarSettings(
+            checkpoint="/m",
+            redis_url="redis://l",
+            runtime_dir="/r",
+            cache_dir="/c",
+            encoder_batch=-1,
+        )
 
 
 def test_only_the_thinker_knows_bench_scripts() -> None:

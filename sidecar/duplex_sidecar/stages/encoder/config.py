@@ -13,8 +13,9 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     element_type: of weights, caches and rows; it has to be the Thinker's.
     max_sessions: encoder states held at once; one more is refused.
-    max_batch: sessions whose chunks may share one pass. 1 makes a session's rows independent of its
-    neighbours to the last bit; more is for devices where single chunks leave most of it idle.
+    max_batch: sessions whose chunks, or frames, may share one pass. 1 makes a session's rows
+    independent of its neighbours to the last bit, more to about 1e-5 (float32); it is for devices
+    where single chunks leave most of it idle.
     load_format dummy: random weights of the checkpoint's shape; only config.json is read.
     voices_dir: looked into before the checkpoint's own voices; empty: nowhere else.
     given_voices_dir: where voices are that come with sessions; empty: there are none.

@@ -1,16 +1,15 @@
 """The encoder's sessions: which there are, one append after the other, and what a failure leaves.
 
-The event loop owns the sessions; one worker thread runs everything that computes. An append is cut
-into chunks and each chunk waits in one queue for its pass, so sessions take turns second by second
-even while one replays a minute; up to `max_batch` sessions share a pass. A session's state is
-replaced only when its whole append has succeeded.
+The event loop owns the sessions; one worker thread runs everything that computes, another one
+decodes frames. An append is cut into chunks and each chunk waits in one queue for its pass, so
+sessions take turns second by second even while one replays a minute. The blocks of an append's
+frames wait in a queue of their own. Up to `max_batch` sessions share a pass of either kind
+(`passes.py`). A session's state is replaced only when its whole append has succeeded.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,13 @@ from torch import Tensor
 from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES
 from duplex_sidecar.stages.encoder.audio import AudioEncoder, AudioState, AudioStep, open_state
 from duplex_sidecar.stages.encoder.chunks import PcmFault, cut
-from duplex_sidecar.stages.encoder.images import FrameError, frame_blocks
+from duplex_sidecar.stages.encoder.images import FrameError, Pixels, frame_blocks
+from duplex_sidecar.stages.encoder.passes import Passes, Worker
 from duplex_sidecar.stages.encoder.vision import VisionEncoder
 from duplex_sidecar.stages.envelope import EncoderFeed, EncoderOpen
 from duplex_sidecar.stages.errors import StageError, StageFault
 
 STAGE = "encoder"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,6 @@ class _Session:
     busy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    state: AudioState
-    pcm: bytes
-    answer: asyncio.Future[AudioStep]
-
-
 class EncoderEngine:
     """Lives in one event loop. Every public coroutine raises StageError and nothing else, but for
     what a broken device raises."""
@@ -63,14 +55,16 @@ class EncoderEngine:
         self, audio: AudioEncoder, vision: VisionEncoder, *, max_sessions: int, max_batch: int
     ) -> None:
         self._audio = audio
-        self._vision = vision
         self._max_sessions = max_sessions
-        self._max_batch = max_batch
         self._sessions: dict[str, _Session] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        # One chunk per busy session at a time: never longer than there are sessions.
-        self._waiting: list[_Waiting] = []
-        self._passes: asyncio.Task[None] | None = None
+        self._worker = Worker("encoder")
+        self._decoder = Worker("frames")
+        self._hearing = Passes[tuple[AudioState, bytes], AudioStep](
+            self._worker, audio.step, max_batch, self._probe
+        )
+        self._seeing = Passes[Sequence[Pixels], list[Tensor]](
+            self._worker, vision.encode_appends, max_batch, self._probe
+        )
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -111,7 +105,8 @@ class EncoderEngine:
     async def reference(self, samples: NDArray[np.float32]) -> Tensor:
         """Rows of a reference clip; see `AudioEncoder.reference`. No session is touched."""
         try:
-            return await self._compute(lambda: self._audio.reference(samples))
+            async with self._worker.turn:
+                return await self._worker.compute(lambda: self._audio.reference(samples))
         except ValueError as error:
             raise _refused(str(error)) from None
 
@@ -120,22 +115,24 @@ class EncoderEngine:
         return await asyncio.shield(self._lost)
 
     async def stop(self) -> None:
-        """Finish the pass under way and end the worker."""
+        """Finish the pass under way and end the threads."""
         self._sessions.clear()
-        if self._passes is not None:
-            self._passes.cancel()
-        await asyncio.to_thread(self._worker.shutdown, cancel_futures=True)
+        for passes in (self._hearing, self._seeing):
+            passes.stop()
+        for worker in (self._worker, self._decoder):
+            await worker.stop()
 
     async def _see(self, frames: Sequence[bytes], high_resolution: bool) -> tuple[Tensor, ...]:
         if not frames:
             return ()
         try:
-            blocks = await self._compute(
-                lambda: frame_blocks(frames, high_resolution=high_resolution)
-            )
+            async with self._decoder.turn:  # pictures are large: one append's at a time
+                blocks = await self._decoder.compute(
+                    lambda: frame_blocks(frames, high_resolution=high_resolution)
+                )
         except FrameError as error:
             raise StageError(STAGE, StageFault.UNDECODABLE, str(error)) from None
-        return tuple(await self._compute(lambda: self._vision.encode(blocks)))
+        return tuple(await self._seeing.through(blocks))
 
     async def _hear(
         self,
@@ -147,7 +144,7 @@ class EncoderEngine:
         rows: list[Tensor] = []
         reset = False
         for chunk in chunks:
-            step = await self._step(state, chunk)
+            step = await self._hearing.through((state, chunk))
             state, reset = step.state, reset or step.reset
             if not discard:
                 if step.rows is None:
@@ -155,51 +152,15 @@ class EncoderEngine:
                 rows.append(step.rows)
         return EncodedAppend(tuple(rows), vision, reset, state.reset_mark_samples), state
 
-    async def _step(self, state: AudioState, chunk: bytes) -> AudioStep:
-        answer: asyncio.Future[AudioStep] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(state, chunk, answer))
-        if self._passes is None or self._passes.done():
-            self._passes = asyncio.create_task(self._run_passes())
-        return await answer
-
-    async def _run_passes(self) -> None:
-        """Runs while chunks wait. A pass that fails is repeated chunk by chunk, so that only the
-        chunk at fault fails."""
-        while self._waiting:
-            batch = self._waiting[: self._max_batch]
-            del self._waiting[: self._max_batch]
-            try:
-                await self._pass(batch)
-            except Exception as error:
-                if len(batch) == 1:
-                    await self._fail(batch[0], error)
-                    continue
-                for waiting in batch:
-                    try:
-                        await self._pass([waiting])
-                    except Exception as single_error:
-                        await self._fail(waiting, single_error)
-
-    async def _fail(self, waiting: _Waiting, error: Exception) -> None:
-        """Fail one chunk. If silence cannot be encoded either, it was not the chunk's fault."""
-        if not waiting.answer.done():
-            waiting.answer.set_exception(error)
+    async def _probe(self) -> None:
+        """Something failed alone. If silence cannot be encoded either, it was not its own fault."""
         silence = [(open_state(0), bytes(2 * FIRST_CHUNK_SAMPLES))]
         try:
-            await self._compute(lambda: self._audio.step(silence))
-        except Exception as probe_error:
+            async with self._worker.turn:
+                await self._worker.compute(lambda: self._audio.step(silence))
+        except Exception as error:
             if not self._lost.done():
-                self._lost.set_result(f"{type(probe_error).__name__}: {probe_error}")
-
-    async def _pass(self, batch: Sequence[_Waiting]) -> None:
-        inputs = [(waiting.state, waiting.pcm) for waiting in batch]
-        steps = await self._compute(lambda: self._audio.step(inputs))
-        for waiting, step in zip(batch, steps, strict=True):
-            if not waiting.answer.done():
-                waiting.answer.set_result(step)
-
-    async def _compute(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+                self._lost.set_result(f"{type(error).__name__}: {error}")
 
 
 def _checked(session: _Session, request: EncoderFeed) -> tuple[bytes, ...]:

@@ -195,6 +195,11 @@ class VisionEncoder:
                 rows[index] = row
         return [rows[index] for index in range(len(blocks))]
 
+    def encode_appends(self, appends: Sequence[Sequence[Pixels]]) -> list[list[Tensor]]:
+        """The same for the blocks of several appends, whosever they are."""
+        rows = iter(self.encode([block for append in appends for block in append]))
+        return [[next(rows) for _ in append] for append in appends]
+
     def _encode(self, blocks: Sequence[Pixels]) -> Tensor:
         weight = self._resampler.proj
         pixels = torch.stack([torch.from_numpy(block) for block in blocks])
