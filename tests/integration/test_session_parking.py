@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,12 +14,13 @@ from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost
+from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
-from duplex_sidecar.session import departures
+from duplex_sidecar.session import departures, ending
 from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 
@@ -134,6 +136,45 @@ async def test_a_conversation_that_parks_again_and_again(
     check_prompts([here.stages, there.stages], session, terms, calm, caller, frames)
     causes = {unit.unit: unit.rebuild_cause for unit in caller.units}
     assert [causes[unit] for unit in range(6, UNITS, 5)] == ["move"] * 5
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+async def test_nothing_is_held_any_more_once_the_ledger_says_parked(
+    here: Replica, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A stage takes its time: until then the session counts as open, and its lease is renewed."""
+    session = f"freed-{stage}"
+    caller = await called(here, session)
+    await into_a_turn(here, caller)
+    fake = getattr(here.stages, stage)
+    close, pause = fake.close, Pause()
+
+    async def slowly(what: object) -> None:
+        pause.reached.set()
+        await pause.go.wait()
+        await close(what)
+
+    monkeypatch.setattr(fake, "close", slowly)
+    monkeypatch.setattr(ending, "FREE_FIRST_S", 60.0)
+    parking = asyncio.create_task(here.registry.departures.park(session, grace_s=0.0))
+    await pause.reached.wait()
+    await asyncio.wait({parking}, timeout=LEASE_MS / 1000 + 0.2)
+    meta = await here.ledger.reader.meta(session)
+    assert meta is not None
+    assert (meta.phase, meta.replica) == (Phase.OPEN, "here")
+    assert here.registry.live[session].lease.deadline_ms > boottime_ms()
+    held: list[object] = []
+    park = here.ledger.park
+
+    async def park_and_look(*given: Any) -> None:
+        held.append(here.stages.held())
+        await park(*given)
+
+    monkeypatch.setattr(here.ledger, "park", park_and_look)
+    pause.go.set()
+    await parking
+    assert held == [[]]
+    assert await here.ledger.phase(session) is Phase.PARKED
 
 
 async def test_a_long_history_without_a_window_parks_too(

@@ -471,10 +471,7 @@ class SessionActor:
                 self._say_goodbye(ending)  # first: the client goes on elsewhere
                 self.left_warm = await self.runner.part()
                 return ending
-            if ending.parks is not None:
-                # A renewal that comes behind the park would be refused and say nothing of worth.
-                await self._keeper.stop()
-            return await wind_up(ending, self._work, self._durable, self.runner)
+            return await wind_up(ending, self._work, self._durable, self._keeper, self.runner)
         finally:
             await self._keeper.stop()
 
