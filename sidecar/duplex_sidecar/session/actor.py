@@ -335,6 +335,7 @@ class SessionActor:
         """Raises what the work under way ended with."""
         if self._work is not None and self._work.done():
             work, self._work = self._work, None
+            self._durable.caught_up()
             work.result()
 
     async def _run_recovery(self, recover: Recover) -> None:
