@@ -13,7 +13,7 @@ import pytest
 from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LeaseLost
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost
 from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
@@ -21,6 +21,7 @@ from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
 from duplex_sidecar.session import departures, ending
+from duplex_sidecar.session.owners import started_before
 from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 
@@ -616,6 +617,58 @@ async def test_dead_pods_are_remembered_but_not_for_ever(
         here.registry.declare_dead("uid-7")
         async with asyncio.timeout(PATIENCE_S):
             await caller.dial(here)
+
+
+async def test_a_container_that_was_started_again_does_not_wait_for_its_own_old_lease(
+    valkey: EmbeddedValkey,
+) -> None:
+    """By a dial and by an operator's order. The fence rises; what the old process still had on its
+    way is refused."""
+    async with (
+        replica(valkey.url, "uid-9-0badcafe", pod_uid="uid-9") as old,
+        replica(valkey.url, "uid-9-deadbeef", pod_uid="uid-9") as new,
+        replica(valkey.url, "uid-9-12345678") as outside_a_pod,
+        replica(valkey.url, "uid-8-0badcafe", pod_uid="uid-8") as other_pod,
+    ):
+        for session, fence in (("dialled-again", None), ("ordered-again", 7)):
+            caller = await called(old, session)
+            await caller.talk(2)
+            lease = old.registry.live[session].lease
+            await old.registry.live[session]._keeper.stop()
+            for stranger in (outside_a_pod, other_pod):
+                with pytest.raises(LeaseHeld):
+                    await stranger.registry._owners.acquire_if_free(session)
+            started_s = asyncio.get_running_loop().time()
+            if fence is not None:
+                await new.open(session, Terms("context"), fence=fence)
+            await caller.dial(new)
+            assert asyncio.get_running_loop().time() - started_s < 1.5, "a lease lasts 3 s"
+            assert new.registry.live[session].lease.fence == (fence or lease.fence + 1)
+            with pytest.raises(LeaseLost):
+                await old.ledger.renew(lease)
+            await caller.talk(4)
+            check_events(caller)
+
+
+@pytest.mark.parametrize(
+    ("me", "other", "pod_uid", "before"),
+    [
+        ("uid-1-aaaa", "uid-1-bbbb", "uid-1", True),
+        ("uid-1-aaaa", "uid-1-aaaa", "uid-1", False),
+        ("uid-1-aaaa", "uid-2-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-1", "uid-1", False),
+        ("uid-1-aaaa", "uid-1-0-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-1-bbbb", "", False),
+        ("host-aaaa", "host-bbbb", "", False),
+        ("named", "uid-1-bbbb", "uid-1", False),
+        ("-aaaa", "-bbbb", "", False),
+    ],
+)
+def test_who_was_an_earlier_start_of_the_same_container(
+    me: str, other: str, pod_uid: str, before: bool
+) -> None:
+    assert started_before(me, other, pod_uid) is before
 
 
 def test_bounds_of_a_park_call() -> None:

@@ -65,7 +65,8 @@ def as_they_are(facts: SessionFacts, lease: Lease, stages: StageSet) -> StageSet
 class Assembly:
     """What all sessions of this replica share. clock_s: what grace times and holds are measured
     with. rebuild_ahead: open the stream of a slide that is sure to come before its append does.
-    address: host:port under which others reach this replica's door, "" when nobody asks."""
+    address: host:port under which others reach this replica's door, "" when nobody asks. pod_uid:
+    of the pod in which it runs, "" outside one. stagger: of what waits behind an outage."""
 
     model: ServedModel
     stages: StageSet
@@ -78,6 +79,7 @@ class Assembly:
     rebuild_ahead: bool = True
     stages_of: StagesOf = as_they_are
     address: str = ""
+    pod_uid: str = ""
     stagger: Stagger = field(default_factory=Stagger)
 
     def new_trace(self, session: str) -> SessionTrace:

@@ -83,7 +83,9 @@ class SessionRegistry:
         self._ledger = ledger
         self._ready = ready
         self._placed = placed
-        self._owners = Owners(ledger, assembly.replica, assembly.address, assembly.metrics)
+        self._owners = Owners(
+            ledger, assembly.replica, assembly.address, assembly.metrics, assembly.pod_uid
+        )
         self._turnstile = Turnstile()
         self._closed = False
         self.roster = roster
