@@ -56,6 +56,7 @@ from duplex_operator.routes import LedgerAwayError
 from duplex_operator.session_route import keep_route
 from duplex_operator.sidecar_client import (
     RESUME,
+    SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
 )
@@ -299,8 +300,8 @@ class SessionReconciler:
             return Nothing(SOON_S)
         uid = facts.session.meta.uid
         try:
-            if action.dead_pod_uid and self._is_proven_dead(action.dead_pod_uid):
-                await client.declare_dead(action.dead_pod_uid)
+            if action.dead_pod_uid:
+                await self._tell_of_death(client, action.dead_pod_uid)
             text, voice = await self._order(facts.session, window)
             await self._context.occupancy.occupy(action.pod_uid)
             resume = action.goes_on and self._understands(action.pod_uid, RESUME)
@@ -397,6 +398,15 @@ class SessionReconciler:
             token_untold=False,
         )
         return Nothing(SOON_S)
+
+    async def _tell_of_death(self, client: SidecarClient, pod_uid: str) -> None:
+        """What is proven of the pod where the session was. A pod that lives is never named: its
+        sidecar may be a new one."""
+        if self._is_proven_dead(pod_uid):
+            await client.declare_dead(pod_uid)
+            return
+        for replica in self._context.fleet.ended_replicas(pod_uid):
+            await client.declare_replica_dead(replica)
 
     def _is_proven_dead(self, pod_uid: str) -> bool:
         """No process of that pod can be alive: its object is gone, or says so."""

@@ -204,6 +204,26 @@ async def test_a_dead_pods_sessions_are_placed_elsewhere(place: Place) -> None:
         assert first["placement"]["podUID"] in other.broken
 
 
+async def test_of_a_pod_that_lives_only_the_ended_sidecar_is_told_dead(place: Place) -> None:
+    """Killed for its memory, say: the pod stays, and its container is soon started again."""
+    await place.make_pool()
+    await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        first = await place.phase("talk", "Ready")
+        other = await place.make_pod("pod-b")
+        ended = await place.kill_sidecar("pod-a", "OOMKilled")
+
+        async def moved() -> bool:
+            return place.owner_of(uid) == ["pod-b"]
+
+        await until(moved, "moved", timeout_s=6)
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["fence"] == 2
+        assert status["lastPlacement"] == first["placement"]
+        assert other.broken == {ended.replica}
+
+
 async def test_a_hung_pod_is_left_when_its_lease_has_run_out(place: Place) -> None:
     await place.make_pool()
     hung = await place.make_pod("pod-a")
