@@ -13,7 +13,7 @@ import pytest
 from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerUnavailable
 from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
@@ -21,6 +21,7 @@ from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
 from duplex_sidecar.session import departures, ending
+from duplex_sidecar.session.clients import ClientAttachment
 from duplex_sidecar.session.owners import started_before
 from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
@@ -533,23 +534,115 @@ async def test_another_manifest_for_a_session_that_a_dial_took_up(here: Replica)
 
 
 async def test_an_operator_may_give_another_token(here: Replica) -> None:
+    """Both let in until the first message under the new one."""
     manifest = Terms("context").manifest()
     await here.registry.open("keys", manifest, claim("one", 1))
-    await here.registry.attach("keys", "one", None)
     with pytest.raises(ClientError) as error:
         await here.registry.open("keys", manifest, claim("two"))
     assert error.value.code is ErrorCode.UNAUTHORIZED
-    await here.registry.open("keys", manifest, claim("two", 1))
-    await here.registry.departures.park("keys")
-    await here.registry.open("keys", manifest, claim("three", 2))
-    for old in ("one", "two"):
-        with pytest.raises(ClientError) as error:
-            await here.registry.attach("keys", old, None)
-        assert error.value.code is ErrorCode.SESSION_NOT_FOUND
-    await here.registry.attach("keys", "three", None)
-    meta = await here.ledger.reader.meta("keys")
+    for _ in range(2):
+        await here.registry.open("keys", manifest, claim("two", 1))
+    assert await keys_of(here, "keys") == ("one", "two")
+    for good in ("one", "two", "one"):
+        await attached(here, "keys", good)
+    silent = await attached(here, "keys", "two")
+    assert await keys_of(here, "keys") == ("one", "two"), "it has said nothing"
+    await silent.submit(Heartbeat())
+    await here_knows(here, "keys", "two", "")
+    await refused(here, "keys", "one")
+    await (await attached(here, "keys", "two")).submit(Heartbeat())
+    assert await keys_of(here, "keys") == ("two", "")
+
+
+async def test_a_client_that_resumes_has_said_its_first_message(here: Replica) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("resumes", manifest, claim("one", 1))
+    await here.registry.open("resumes", manifest, claim("two", 1))
+    await here.registry.attach("resumes", "two", 0)
+    await here_knows(here, "resumes", "two", "")
+    await refused(here, "resumes", "one")
+
+
+async def test_an_offered_token_is_good_on_any_replica(here: Replica, there: Replica) -> None:
+    """Offered while it was parked, and while it ran; confirmed where it runs next."""
+    manifest = Terms("context").manifest()
+    await here.registry.open("moves", manifest, claim("one", 1))
+    await here.registry.departures.park("moves")
+    await there.registry.open("moves", manifest, claim("two", 2))
+    for good in ("two", "one"):
+        await attached(there, "moves", good)
+    await there.registry.departures.park("moves")
+    assert await keys_of(here, "moves") == ("one", "two")
+    by_dial = await attached(here, "moves", "two")  # as on one machine
+    await by_dial.submit(Heartbeat())
+    await here_knows(here, "moves", "two", "")
+    await refused(here, "moves", "one")
+
+
+async def test_a_token_that_is_changed_twice_or_back(here: Replica) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("again", manifest, claim("one", 1))
+    await here.registry.open("again", manifest, claim("two", 1))
+    second = await attached(here, "again", "two")
+    await here.registry.open("again", manifest, claim("three", 1))
+    await second.submit(Heartbeat())
+    assert await keys_of(here, "again") == ("one", "three")
+    await refused(here, "again", "two")
+    await here.registry.open("again", manifest, claim("one", 1))
+    assert await keys_of(here, "again") == ("one", "")
+    await refused(here, "again", "three")
+    await attached(here, "again", "one")
+
+
+async def test_a_confirmation_that_the_ledger_misses_comes_with_the_next_message(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("late-keys", manifest, claim("one", 1))
+    await here.registry.open("late-keys", manifest, claim("two", 1))
+    client = await attached(here, "late-keys", "two")
+    confirm, tries = here.ledger.confirm_token, 0
+
+    async def away_once(*given: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise LedgerUnavailable("late-keys", "away")
+        await confirm(*given)
+
+    monkeypatch.setattr(here.ledger, "confirm_token", away_once)
+    await client.submit(Heartbeat())
+    await eventually(lambda: tries == 1)
+    await refused(here, "late-keys", "one")  # here it is known
+    assert await keys_of(here, "late-keys") == ("one", "two")
+    await client.submit(Heartbeat())
+    await here_knows(here, "late-keys", "two", "")
+    await client.submit(Heartbeat())
+    assert tries == 2
+
+
+async def attached(here: Replica, session: str, token: str) -> ClientAttachment:
+    return await here.registry.attach(session, token, None)
+
+
+async def refused(here: Replica, session: str, token: str) -> None:
+    with pytest.raises(ClientError) as error:
+        await here.registry.attach(session, token, None)
+    assert error.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def keys_of(here: Replica, session: str) -> tuple[str, str]:
+    """The tokens that the ledger lets in, current and offered."""
+    names = {token_sha256(name): name for name in ("one", "two", "three")} | {"": ""}
+    meta = await here.ledger.reader.meta(session)
     assert meta is not None
-    assert meta.token_sha256 == token_sha256("three")
+    return names[meta.token_sha256], names[meta.token_offered_sha256]
+
+
+async def here_knows(here: Replica, session: str, current: str, offered: str) -> None:
+    async with asyncio.timeout(5):
+        while await keys_of(here, session) != (current, offered):
+            await asyncio.sleep(0.01)
 
 
 # --- ending and erasing ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from duplex_api.session import SessionSpec
 from duplex_sidecar.ledger.records import Opening
 from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.ending import Ending
+from duplex_sidecar.session.token_change import ClientTokens
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 
 MAX_DEPARTED = 256
@@ -26,7 +27,7 @@ class Live:
 
     actor: SessionActor
     task: "asyncio.Task[None]"
-    token_sha256: str
+    tokens: ClientTokens
     terms: SessionSpec | Opening
 
 
