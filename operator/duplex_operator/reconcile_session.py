@@ -53,7 +53,7 @@ from duplex_operator.objects import (
 )
 from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
-from duplex_operator.session_route import keep_route
+from duplex_operator.session_route import LATEST_LOOK_S, keep_route
 from duplex_operator.sidecar_client import (
     RESUME,
     SidecarClient,
@@ -99,6 +99,9 @@ class SessionReconciler:
         session = self._context.store.session_by_uid(uid)
         if session is not None:
             known = self._known.setdefault(uid, Known())
+            if known.token is not None:
+                known.replaced = known.replaced or known.token.sha256
+                known.replaced_at_ms = self._context.now_ms()
             known.token, known.token_lost = None, True
             self._context.dirty.mark(Kind.SESSION, session.meta.key)
 
@@ -267,6 +270,7 @@ class SessionReconciler:
         if known.token_lost and facts.placement is not None:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
+        known.replaced = "" if known.replaced == token.sha256 else known.replaced
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:
@@ -473,7 +477,8 @@ class SessionReconciler:
         after_s = rest.after_s
         if session is not None and not session.meta.deleting:
             try:
-                await keep_route(self._context, session, known)
+                token_look_s = await keep_route(self._context, session, known)
+                after_s = min(after_s or LATEST_LOOK_S, token_look_s) if token_look_s else after_s
             except LedgerAwayError:
                 after_s = min(after_s or RETRY_S, RETRY_S)
         look_s = suspect_look_s(facts.pod)

@@ -13,8 +13,8 @@ from duplex_api.session import SessionSpec
 from duplex_sidecar.ledger.records import Opening
 from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.ending import Ending
-from duplex_sidecar.session.token_change import ClientTokens
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
+from duplex_sidecar.session.token_change import ClientTokens
 
 MAX_DEPARTED = 256
 """Endings that are remembered for watchers that look a little later."""
