@@ -33,13 +33,16 @@ FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
 WATCHDOG_PERIOD_S = 0.1
 MOST_SESSIONS = 4096
+MOST_ENDED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PodFeed:
     """One pod's latest word. slots, understands: of its hello.
     listed: since it connected it has told of every session there.
-    told_to_drain: this operator has asked it to, whether or not the feed says so yet."""
+    told_to_drain: this operator has asked it to, whether or not the feed says so yet.
+    ended: earlier starts of its sidecar, the last of them; a container is started again only once
+    it has ended."""
 
     pod_uid: str
     pod: ObjectKey
@@ -56,6 +59,7 @@ class PodFeed:
     told_to_drain: bool = False
     suspect: bool = False
     understands: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
 
     @property
     def takes_sessions(self) -> bool:
@@ -122,6 +126,15 @@ class Fleet:
 
     def session(self, pod_uid: str, session_uid: str) -> FeedSession | None:
         return self.sessions_on(pod_uid).get(session_uid)
+
+    def ended_replicas(self, pod_uid: str) -> tuple[str, ...]:
+        """Starts of the pod's sidecar that are proven to be over: another one has said hello since,
+        or the kubelet says that the container has ended and nothing is heard of it."""
+        feed, pod = self.pod(pod_uid), self._store.pod_by_uid(pod_uid)
+        if feed is None:
+            return ()
+        over = pod is not None and pod.sidecar_terminated and not feed.connected
+        return (*feed.ended, feed.replica) if over and feed.replica else feed.ended
 
     def any_client(self) -> SidecarClient | None:
         """Of any pod that answers: for what every sidecar can do, such as erasing. One that is not
@@ -343,8 +356,10 @@ class Fleet:
 
 
 def _greeted(feed: PodFeed, hello: HelloLine) -> PodFeed:
+    another = feed.replica not in ("", hello.replica)
     return replace(
         feed,
+        ended=(*feed.ended, feed.replica)[-MOST_ENDED:] if another else feed.ended,
         connected=True,
         listed=False,
         replica=hello.replica,

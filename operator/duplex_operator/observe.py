@@ -37,10 +37,13 @@ _LEDGER_PHASES = {"": LedgerPhase.NONE, "parked": LedgerPhase.PARKED, "ended": L
 
 @dataclass(slots=True)
 class Known:
-    """What is remembered of one session between looks. route: as last written or read."""
+    """What is remembered of one session between looks. route: as last written or read. replaced:
+    sha256 of the token that `token` replaces and that lets clients in still; empty for none."""
 
     memory: Memory = field(default_factory=Memory)
     token: Token | None = None
+    replaced: str = ""
+    replaced_at_ms: int = 0
     route: RouteRecord | None = None
     route_at_ms: int = 0
     token_lost: bool = False
@@ -131,7 +134,9 @@ class Observer:
             # How old it is is not known: it is written again soon, though not at once.
             half_ms = route_keep_ms(session) // 2
             known.route_at_ms = self._context.now_ms() - half_ms + REFRESH_READ_MS
-            known.token = Token(place, record.token_sha256)
+            known.token = Token(place, record.token_sha256_next or record.token_sha256)
+            known.replaced = record.token_sha256 if record.token_sha256_next else ""
+            known.replaced_at_ms = self._context.now_ms()
         return known.token
 
     def _pod_without_ledger(self, placement: Placement) -> PodView:

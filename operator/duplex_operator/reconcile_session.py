@@ -53,9 +53,10 @@ from duplex_operator.objects import (
 )
 from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
-from duplex_operator.session_route import keep_route
+from duplex_operator.session_route import LATEST_LOOK_S, keep_route
 from duplex_operator.sidecar_client import (
     RESUME,
+    SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
 )
@@ -98,6 +99,9 @@ class SessionReconciler:
         session = self._context.store.session_by_uid(uid)
         if session is not None:
             known = self._known.setdefault(uid, Known())
+            if known.token is not None:
+                known.replaced = known.replaced or known.token.sha256
+                known.replaced_at_ms = self._context.now_ms()
             known.token, known.token_lost = None, True
             self._context.dirty.mark(Kind.SESSION, session.meta.key)
 
@@ -266,6 +270,7 @@ class SessionReconciler:
         if known.token_lost and facts.placement is not None:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
+        known.replaced = "" if known.replaced == token.sha256 else known.replaced
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:
@@ -299,8 +304,8 @@ class SessionReconciler:
             return Nothing(SOON_S)
         uid = facts.session.meta.uid
         try:
-            if action.dead_pod_uid and self._is_proven_dead(action.dead_pod_uid):
-                await client.declare_dead(action.dead_pod_uid)
+            if action.dead_pod_uid:
+                await self._tell_of_death(client, action.dead_pod_uid)
             text, voice = await self._order(facts.session, window)
             await self._context.occupancy.occupy(action.pod_uid)
             resume = action.goes_on and self._understands(action.pod_uid, RESUME)
@@ -398,6 +403,15 @@ class SessionReconciler:
         )
         return Nothing(SOON_S)
 
+    async def _tell_of_death(self, client: SidecarClient, pod_uid: str) -> None:
+        """What is proven of the pod where the session was. A pod that lives is never named: its
+        sidecar may be a new one."""
+        if self._is_proven_dead(pod_uid):
+            await client.declare_dead(pod_uid)
+            return
+        for replica in self._context.fleet.ended_replicas(pod_uid):
+            await client.declare_replica_dead(replica)
+
     def _is_proven_dead(self, pod_uid: str) -> bool:
         """No process of that pod can be alive: its object is gone, or says so."""
         pod = self._context.store.pod_by_uid(pod_uid)
@@ -463,7 +477,8 @@ class SessionReconciler:
         after_s = rest.after_s
         if session is not None and not session.meta.deleting:
             try:
-                await keep_route(self._context, session, known)
+                token_look_s = await keep_route(self._context, session, known)
+                after_s = min(after_s or LATEST_LOOK_S, token_look_s) if token_look_s else after_s
             except LedgerAwayError:
                 after_s = min(after_s or RETRY_S, RETRY_S)
         look_s = suspect_look_s(facts.pod)

@@ -111,6 +111,15 @@ class Routes:
             reason=reason or "",
         )
 
+    async def token_let_in(self, uid: str) -> str:
+        """sha256 of the token that lets clients in by the ledger, until a message has come under
+        the one that it was offered; "" for a session that has no ledger."""
+        meta_key = route_key(uid).removesuffix("route") + "meta"
+        return cast("str | None", await self._do(lambda: self._hget(meta_key, "token"))) or ""
+
+    def _hget(self, key: str, field: str) -> Awaitable[Any]:
+        return cast("Awaitable[Any]", self._redis.hget(key, field))
+
     async def records(
         self, known: Callable[[str], bool] = lambda _: False
     ) -> AsyncIterator[tuple[str, RouteRecord]]:

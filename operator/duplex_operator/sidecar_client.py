@@ -183,6 +183,10 @@ class SidecarClient:
         """Proof that every replica of that pod is dead: the sidecar breaks their leases."""
         await self._call("POST", "/dead-replicas", {"podUID": pod_uid})
 
+    async def declare_replica_dead(self, replica: str) -> None:
+        """The same of one start of a sidecar: its pod may live, with another one."""
+        await self._call("POST", "/dead-replicas", {"replica": replica})
+
     async def erase(self, uid: str) -> None:
         """Erases the session's ledger, tombstone first. Repeating it changes nothing."""
         await self._call("POST", f"/erase/{uid}", {})

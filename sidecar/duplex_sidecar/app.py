@@ -109,6 +109,7 @@ class Sidecar:
             rebuild_ahead=self.settings.rebuild_ahead,
             stages_of=self._stages_of(),
             address=self.settings.address,
+            pod_uid=self.settings.pod_uid,
         )
         self.sessions = SessionRegistry(
             assembly,

@@ -204,6 +204,26 @@ async def test_a_dead_pods_sessions_are_placed_elsewhere(place: Place) -> None:
         assert first["placement"]["podUID"] in other.broken
 
 
+async def test_of_a_pod_that_lives_only_the_ended_sidecar_is_told_dead(place: Place) -> None:
+    """Killed for its memory, say: the pod stays, and its container is soon started again."""
+    await place.make_pool()
+    await place.make_pod("pod-a")
+    async with operating(place):
+        uid = await place.make_session("talk")
+        first = await place.phase("talk", "Ready")
+        other = await place.make_pod("pod-b")
+        ended = await place.kill_sidecar("pod-a", "OOMKilled")
+
+        async def moved() -> bool:
+            return place.owner_of(uid) == ["pod-b"]
+
+        await until(moved, "moved", timeout_s=6)
+        status = await place.phase("talk", "Ready")
+        assert status["placement"]["fence"] == 2
+        assert status["lastPlacement"] == first["placement"]
+        assert other.broken == {ended.replica}
+
+
 async def test_a_hung_pod_is_left_when_its_lease_has_run_out(place: Place) -> None:
     await place.make_pool()
     hung = await place.make_pod("pod-a")
@@ -471,21 +491,33 @@ async def test_the_users_own_token(place: Place, redis: Redis) -> None:
         await place.user.create(SECRETS, place.namespace, secret)
         status = await place.phase("talk", "Ready")
         assert status["tokenSecret"] == reference
-        assert pod.sessions[uid].token_sha256 == sha256("a-token-of-the-user")
+        old, new = sha256("a-token-of-the-user"), sha256("another-token-of-the-user")
+        assert pod.sessions[uid].token_sha256 == old
         change = {"stringData": {"secret": "another-token-of-the-user"}}
         await place.user.patch(SECRETS, ObjectKey(place.namespace, "mine"), change, version=None)
         await check_tokens(operator.reign.context, operator.reign.sessions)
 
-        async def rotated() -> bool:
+        async def let_in() -> tuple[str, str | None]:
             record = await route_of(redis, uid)
-            return record is not None and record.token_sha256 == sha256("another-token-of-the-user")
+            assert record is not None
+            return record.token_sha256, record.token_sha256_next
 
-        await until(rotated, "the new token known")
+        async def both() -> bool:
+            return await let_in() == (old, new)
+
+        await until(both, "both let in by the gateway")
 
         async def told() -> bool:
-            return pod.sessions[uid].token_sha256 == sha256("another-token-of-the-user")
+            return pod.sessions[uid].token_sha256 == new
 
         await until(told, "the new token told to the sidecar")
+        assert await both()
+        await pod.hear_under(uid, new)
+
+        async def confirmed() -> bool:
+            return await let_in() == (new, None)
+
+        await until(confirmed, "the old one let in no more", timeout_s=10)
 
 
 async def test_an_ended_session_goes_after_its_ttl(place: Place, redis: Redis) -> None:

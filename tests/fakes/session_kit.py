@@ -273,12 +273,13 @@ async def replica(
     tapes: Path | None = None,
     placed: bool = False,
     address: str = "",
+    pod_uid: str = "",
 ) -> AsyncIterator[Replica]:
     """One sidecar's sessions. At the end it lets go of them as in an orderly shutdown.
 
     call_timeout_ms: generous, so that a busy machine is not taken for a lost ledger. tapes: folder
     for what passes between sessions and stages. placed: an operator says what runs here. address:
-    of its door, for the lease.
+    of its door, for the lease. pod_uid: of the pod in which it runs.
     """
     stages = stages or Stages()
     options = LedgerOptions(call_timeout_ms=call_timeout_ms, durability=durability)
@@ -299,6 +300,7 @@ async def replica(
         rebuild_ahead=rebuild_ahead,
         stages_of=recorder.stages_of if recorder else as_they_are,
         address=address,
+        pod_uid=pod_uid,
     )
     registry = SessionRegistry(assembly, ledger, Roster(slots), lambda: True, placed=placed)
     try:

@@ -167,9 +167,10 @@ async def test_a_ledger_that_is_away_lets_the_session_go_in_bounded_time(
 
 
 async def test_a_stage_that_does_not_let_go_keeps_nobody_from_parking(
-    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ending, "END_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(ending, "FREE_FIRST_S", 0.2)
     terms = Terms("context")
     async with (
         replica(valkey.url, "stuck") as here,
@@ -184,6 +185,7 @@ async def test_a_stage_that_does_not_let_go_keeps_nobody_from_parking(
         await here.registry.departures.park("stuck", grace_s=0.1)
         assert here.registry.free_slots == 4
         assert await other.ledger.phase("stuck") is Phase.PARKED
+        assert "session parks before its stages have let go of it" in caplog.messages
         await goes_on(valkey, other, caller, terms)
 
 

@@ -13,20 +13,30 @@ from typing import Any
 import pytest
 from support.patience import PATIENCE_S
 
+from duplex_sidecar.ledger.call import Head, PendingCall
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.journal import JournalBatch
+from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.store import LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, ResyncRequired
 from duplex_sidecar.session import ending
+from duplex_sidecar.session.staggering import SEATS
 from duplex_sidecar.stages.errors import StageFault
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
+from fake_encoder import FakeEncoder
+from fake_thinker import FakeThinker
+from fake_voice import FakeCode2Wav, FakeTalker
 from session_kit import (
     MODES,
     TOKEN,
+    VOCABULARY,
+    WORD_IDS,
     Caller,
     Mode,
     Replica,
+    Stages,
     Terms,
     check_events,
     check_prompts,
@@ -142,6 +152,60 @@ async def test_an_outage_longer_than_the_lease(valkey: EmbeddedValkey, here: Rep
     assert after is not None
     assert (after.fence, after.nonce) == (before.fence, before.nonce)
     assert await tokens(here.ledger, "long") == calm
+
+
+async def test_thirty_sessions_come_back_a_few_at_a_time(
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hold a unit when the ledger dies. Once it is back, their held writes and the rest of
+    those units run on a few seats, and all get through."""
+    names = [f"herd-{number}" for number in range(30)]
+    running, at_once, tries, behind = set[str](), [0], 0, 0
+    stages = Stages(
+        encoder=FakeEncoder(max_sessions=30),
+        thinker=FakeThinker(VOCABULARY, WORD_IDS, seats=32),
+        talker=FakeTalker(seats=32),
+        code2wav=FakeCode2Wav(max_sessions=30),
+    )
+    async with replica(valkey.url, slots=30, stages=stages, call_timeout_ms=400) as here:
+        callers = [Caller(name) for name in names]
+        for caller in callers:
+            await here.open(caller.session, Terms("context"))
+            await caller.dial(here)
+        retry, journal = here.ledger.retry_unknown, here.ledger.journal
+
+        async def watched_retry(call: PendingCall) -> Head | None:
+            nonlocal tries
+            tries += 1
+            head = await retry(call)
+            running.add(call.session)
+            at_once.append(len(running))
+            return head
+
+        async def watched_journal(lease: Lease, batch: JournalBatch) -> int:
+            nonlocal behind
+            last = await journal(lease, batch)
+            running.discard(lease.session)
+            behind += 1
+            return last
+
+        monkeypatch.setattr(here.ledger, "retry_unknown", watched_retry)
+        monkeypatch.setattr(here.ledger, "journal", watched_journal)
+        with dead(valkey):
+            for caller in callers:
+                await caller.say(1)
+            for name in names:
+                actor = here.registry.live[name]
+                await eventually(lambda actor=actor: actor._durable._away_since is not None)
+        await asyncio.gather(*(caller.until_unit(1) for caller in callers))
+        assert behind == len(names)
+        assert 0 < max(at_once) <= SEATS
+        assert tries >= len(names)
+        monkeypatch.undo()
+        for caller in callers:
+            caller.next_second = 2
+            await caller.talk(3)
+            check_events(caller)
 
 
 @pytest.mark.parametrize("point", ["accept", "commit", "journal"])

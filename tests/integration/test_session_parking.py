@@ -6,19 +6,23 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LeaseLost
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerUnavailable
+from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed
-from duplex_sidecar.session import departures
+from duplex_sidecar.session import departures, ending
+from duplex_sidecar.session.clients import ClientAttachment
+from duplex_sidecar.session.owners import started_before
 from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
 
@@ -134,6 +138,45 @@ async def test_a_conversation_that_parks_again_and_again(
     check_prompts([here.stages, there.stages], session, terms, calm, caller, frames)
     causes = {unit.unit: unit.rebuild_cause for unit in caller.units}
     assert [causes[unit] for unit in range(6, UNITS, 5)] == ["move"] * 5
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+async def test_nothing_is_held_any_more_once_the_ledger_says_parked(
+    here: Replica, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A stage takes its time: until then the session counts as open, and its lease is renewed."""
+    session = f"freed-{stage}"
+    caller = await called(here, session)
+    await into_a_turn(here, caller)
+    fake = getattr(here.stages, stage)
+    close, pause = fake.close, Pause()
+
+    async def slowly(what: object) -> None:
+        pause.reached.set()
+        await pause.go.wait()
+        await close(what)
+
+    monkeypatch.setattr(fake, "close", slowly)
+    monkeypatch.setattr(ending, "FREE_FIRST_S", 60.0)
+    parking = asyncio.create_task(here.registry.departures.park(session, grace_s=0.0))
+    await pause.reached.wait()
+    await asyncio.wait({parking}, timeout=LEASE_MS / 1000 + 0.2)
+    meta = await here.ledger.reader.meta(session)
+    assert meta is not None
+    assert (meta.phase, meta.replica) == (Phase.OPEN, "here")
+    assert here.registry.live[session].lease.deadline_ms > boottime_ms()
+    held: list[object] = []
+    park = here.ledger.park
+
+    async def park_and_look(*given: Any) -> None:
+        held.append(here.stages.held())
+        await park(*given)
+
+    monkeypatch.setattr(here.ledger, "park", park_and_look)
+    pause.go.set()
+    await parking
+    assert held == [[]]
+    assert await here.ledger.phase(session) is Phase.PARKED
 
 
 async def test_a_long_history_without_a_window_parks_too(
@@ -491,23 +534,116 @@ async def test_another_manifest_for_a_session_that_a_dial_took_up(here: Replica)
 
 
 async def test_an_operator_may_give_another_token(here: Replica) -> None:
+    """Both let in until the first message under the new one."""
     manifest = Terms("context").manifest()
     await here.registry.open("keys", manifest, claim("one", 1))
-    await here.registry.attach("keys", "one", None)
     with pytest.raises(ClientError) as error:
         await here.registry.open("keys", manifest, claim("two"))
     assert error.value.code is ErrorCode.UNAUTHORIZED
-    await here.registry.open("keys", manifest, claim("two", 1))
-    await here.registry.departures.park("keys")
-    await here.registry.open("keys", manifest, claim("three", 2))
-    for old in ("one", "two"):
-        with pytest.raises(ClientError) as error:
-            await here.registry.attach("keys", old, None)
-        assert error.value.code is ErrorCode.SESSION_NOT_FOUND
-    await here.registry.attach("keys", "three", None)
-    meta = await here.ledger.reader.meta("keys")
+    for _ in range(2):
+        await here.registry.open("keys", manifest, claim("two", 1))
+    assert await keys_of(here, "keys") == ("one", "two")
+    for good in ("one", "two", "one"):
+        await attached(here, "keys", good)
+    silent = await attached(here, "keys", "two")
+    assert await keys_of(here, "keys") == ("one", "two"), "it has said nothing"
+    await silent.submit(Heartbeat())
+    await here_knows(here, "keys", "two", "")
+    await refused(here, "keys", "one")
+    await (await attached(here, "keys", "two")).submit(Heartbeat())
+    assert await keys_of(here, "keys") == ("two", "")
+
+
+async def test_a_client_that_resumes_has_said_its_first_message(here: Replica) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("resumes", manifest, claim("one", 1))
+    await here.registry.open("resumes", manifest, claim("two", 1))
+    await here.registry.attach("resumes", "two", 0)
+    await here_knows(here, "resumes", "two", "")
+    await refused(here, "resumes", "one")
+
+
+async def test_an_offered_token_is_good_on_any_replica(here: Replica, there: Replica) -> None:
+    """Offered while it was parked, and while it ran; confirmed where it runs next."""
+    manifest = Terms("context").manifest()
+    await here.registry.open("moves", manifest, claim("one", 1))
+    await here.registry.departures.park("moves")
+    await there.registry.open("moves", manifest, claim("two", 2))
+    for good in ("two", "one"):
+        await attached(there, "moves", good)
+    await there.registry.departures.park("moves")
+    assert await keys_of(here, "moves") == ("one", "two")
+    by_dial = await attached(here, "moves", "two")  # as on one machine
+    await by_dial.submit(Heartbeat())
+    await here_knows(here, "moves", "two", "")
+    await refused(here, "moves", "one")
+
+
+async def test_a_token_that_is_changed_twice_or_back(here: Replica) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("again", manifest, claim("one", 1))
+    await here.registry.open("again", manifest, claim("two", 1))
+    second = await attached(here, "again", "two")
+    await here.registry.open("again", manifest, claim("three", 1))
+    await second.submit(Heartbeat())
+    assert await keys_of(here, "again") == ("one", "three")
+    await refused(here, "again", "two")
+    await here.registry.open("again", manifest, claim("one", 1))
+    assert await keys_of(here, "again") == ("one", "")
+    await refused(here, "again", "three")
+    await attached(here, "again", "one")
+
+
+async def test_a_confirmation_that_the_ledger_misses_comes_with_the_next_message(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("late-keys", manifest, claim("one", 1))
+    await here.registry.open("late-keys", manifest, claim("two", 1))
+    client = await attached(here, "late-keys", "two")
+    confirm, tries = here.ledger.confirm_token, 0
+
+    async def away_once(*given: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise LedgerUnavailable("late-keys", "away")
+        await confirm(*given)
+
+    monkeypatch.setattr(here.ledger, "confirm_token", away_once)
+    await client.submit(Heartbeat())
+    await eventually(lambda: tries == 1)
+    await refused(here, "late-keys", "one")  # here it is known
+    assert await keys_of(here, "late-keys") == ("one", "two")
+    await client.submit(Heartbeat())
+    await here_knows(here, "late-keys", "two", "")
+    await client.submit(Heartbeat())
+    assert tries == 2
+
+
+async def attached(here: Replica, session: str, token: str) -> ClientAttachment:
+    return await here.registry.attach(session, token, None)
+
+
+async def refused(here: Replica, session: str, token: str) -> None:
+    with pytest.raises(ClientError) as error:
+        await here.registry.attach(session, token, None)
+    assert error.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def keys_of(here: Replica, session: str) -> tuple[str, str]:
+    """The tokens that the ledger lets in, current and offered."""
+    names = {token_sha256(name): name for name in ("one", "two", "three")} | {"": ""}
+    meta = await here.ledger.reader.meta(session)
     assert meta is not None
-    assert meta.token_sha256 == token_sha256("three")
+    return names[meta.token_sha256], names[meta.token_offered_sha256]
+
+
+async def here_knows(here: Replica, session: str, current: str, offered: str) -> None:
+    """The ledger is told in the background."""
+    async with asyncio.timeout(5):
+        while await keys_of(here, session) != (current, offered):
+            pass
 
 
 # --- ending and erasing ---------------------------------------------------------------------------
@@ -575,6 +711,58 @@ async def test_dead_pods_are_remembered_but_not_for_ever(
         here.registry.declare_dead("uid-7")
         async with asyncio.timeout(PATIENCE_S):
             await caller.dial(here)
+
+
+async def test_a_container_that_was_started_again_does_not_wait_for_its_own_old_lease(
+    valkey: EmbeddedValkey,
+) -> None:
+    """By a dial and by an operator's order. The fence rises; what the old process still had on its
+    way is refused."""
+    async with (
+        replica(valkey.url, "uid-9-0badcafe", pod_uid="uid-9") as old,
+        replica(valkey.url, "uid-9-deadbeef", pod_uid="uid-9") as new,
+        replica(valkey.url, "uid-9-12345678") as outside_a_pod,
+        replica(valkey.url, "uid-8-0badcafe", pod_uid="uid-8") as other_pod,
+    ):
+        for session, fence in (("dialled-again", None), ("ordered-again", 7)):
+            caller = await called(old, session)
+            await caller.talk(2)
+            lease = old.registry.live[session].lease
+            await old.registry.live[session]._keeper.stop()
+            for stranger in (outside_a_pod, other_pod):
+                with pytest.raises(LeaseHeld):
+                    await stranger.registry._owners.acquire_if_free(session)
+            started_s = asyncio.get_running_loop().time()
+            if fence is not None:
+                await new.open(session, Terms("context"), fence=fence)
+            await caller.dial(new)
+            assert asyncio.get_running_loop().time() - started_s < 1.5, "a lease lasts 3 s"
+            assert new.registry.live[session].lease.fence == (fence or lease.fence + 1)
+            with pytest.raises(LeaseLost):
+                await old.ledger.renew(lease)
+            await caller.talk(4)
+            check_events(caller)
+
+
+@pytest.mark.parametrize(
+    ("me", "other", "pod_uid", "before"),
+    [
+        ("uid-1-aaaa", "uid-1-bbbb", "uid-1", True),
+        ("uid-1-aaaa", "uid-1-aaaa", "uid-1", False),
+        ("uid-1-aaaa", "uid-2-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-1", "uid-1", False),
+        ("uid-1-aaaa", "uid-1-0-bbbb", "uid-1", False),
+        ("uid-1-aaaa", "uid-1-bbbb", "", False),
+        ("host-aaaa", "host-bbbb", "", False),
+        ("named", "uid-1-bbbb", "uid-1", False),
+        ("-aaaa", "-bbbb", "", False),
+    ],
+)
+def test_who_was_an_earlier_start_of_the_same_container(
+    me: str, other: str, pod_uid: str, before: bool
+) -> None:
+    assert started_before(me, other, pod_uid) is before
 
 
 def test_bounds_of_a_park_call() -> None:

@@ -1,6 +1,7 @@
 """Certificates that sign themselves, for servers under test."""
 
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -9,12 +10,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A new tls.crt and tls.key, moved over the old ones as in a mounted Secret."""
+def make_certificate(folder: Path, name: str, address: str = "") -> tuple[Path, Path]:
+    """A new tls.crt and tls.key, moved over the old ones as in a mounted Secret. address: IP of the
+    server, for clients that look at it."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
-    certificate = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -23,8 +25,11 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
     )
+    if address:
+        names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))])
+        builder = builder.add_extension(names, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM
     key_bytes = key.private_bytes(
         pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -144,6 +144,28 @@ class Place:
             PODS, ObjectKey(self.namespace, name), uid=sidecar.pod_uid, grace_s=0
         )
 
+    async def kill_sidecar(self, name: str, reason: str) -> StandInSidecar:
+        """The process alone goes; the pod's object says so and lives on."""
+        sidecar = self.pods.pop(name)
+        await sidecar.die()
+        ended = {"terminated": {"reason": reason, "exitCode": 137}}
+        container = {
+            "name": SIDECAR_CONTAINER,
+            "image": "none",
+            "imageID": "",
+            "ready": False,
+            "restartCount": 0,
+            "state": ended,
+        }
+        await self.user.patch(
+            PODS,
+            ObjectKey(self.namespace, name),
+            {"status": {"containerStatuses": [container]}},
+            version=None,
+            subresource="status",
+        )
+        return sidecar
+
     async def make_session(self, name: str, **spec: Any) -> str:
         """Returns its uid."""
         body = {

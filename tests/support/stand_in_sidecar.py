@@ -220,8 +220,20 @@ class StandInSidecar:
             self.sessions[uid] = session
         session.fence, session.token_sha256 = fence, body["tokenHash"]
         self.prepared.pop(uid, None)  # whichever way it came
+        await self._offer_token(uid, body["tokenHash"])
         self._say(self.line(session))
         return web.json_response({"session": uid, "phase": session.phase, "fence": fence})
+
+    async def _offer_token(self, uid: str, token_sha256: str) -> None:
+        """As the real one: what lets in does so until somebody talks under another one."""
+        current = await cast("Awaitable[str | None]", self._redis.hget(_meta(uid), "token"))
+        field = "token" if current in (None, token_sha256) else "token_offered"
+        await cast("Awaitable[int]", self._redis.hset(_meta(uid), field, token_sha256))
+
+    async def hear_under(self, uid: str, token_sha256: str) -> None:
+        """A client's message came under this token."""
+        tokens = {"token": token_sha256, "token_offered": ""}
+        await cast("Awaitable[int]", self._redis.hset(_meta(uid), mapping=tokens))
 
     async def _delete(self, request: web.Request) -> web.Response:
         uid = request.match_info["uid"]

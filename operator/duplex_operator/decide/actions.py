@@ -30,8 +30,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Tell the placed pod's sidecar. dead_pod_uid: a pod that is proven dead and may still hold the
-    lease; empty for none. goes_on: it has a history, and must not begin without it."""
+    """Tell the placed pod's sidecar. dead_pod_uid: the pod where it was before, whose sidecar may
+    still hold the lease, for what is proven of its death; empty for none. goes_on: it has a
+    history, and must not begin without it."""
 
     pod_uid: str
     fence: int

@@ -26,7 +26,7 @@ from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
 from duplex_sidecar.ledger.cancelling import raise_if_cancelled
 from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable, LedgerUnsuitable
-from duplex_sidecar.ledger.failures import Action, action_of, refusal, words_of
+from duplex_sidecar.ledger.failures import Action, action_of, refusal, untrusted, words_of
 from duplex_sidecar.ledger.nodes import Node, Nodes, OneServer, key_of, make_nodes
 from duplex_sidecar.ledger.server import (
     CONFIG_NAMES,
@@ -78,8 +78,9 @@ class Connection:
         connections: int,
         durability: Durability = Durability.MEMORY,
     ) -> "Connection":
-        """Raises `LedgerUnavailable` (unreachable) or `LedgerUnsuitable` (wrong kind of server, or
-        one that cannot promise `durability`). url: as in `duplex_api.ledger_address`."""
+        """Raises `LedgerUnavailable` (unreachable) or `LedgerUnsuitable` (wrong kind of server, one
+        that cannot promise `durability`, or whose certificate is not trusted). url: as in
+        `duplex_api.ledger_address`."""
         try:
             nodes = make_nodes(url, connections=connections, timeout_s=call_timeout_ms / 1000)
         except ValueError:
@@ -91,8 +92,11 @@ class Connection:
             for node in nodes.all():
                 await connection._check_server(node, durability)
             await connection.load_scripts()
-        except BaseException:
+        except BaseException as error:
             await connection.close()
+            if isinstance(error, LedgerUnavailable) and (why := untrusted(error)):
+                # Waiting mends nothing; later, in a running process, it might.
+                raise LedgerUnsuitable("", why) from error
             raise
         return connection
 

@@ -14,6 +14,7 @@
 | anything else | no | an error of this ledger |
 """
 
+import ssl
 from enum import StrEnum
 
 from redis import exceptions
@@ -114,6 +115,16 @@ def refusal(session: str, error: Exception, key: str = "") -> LedgerError:
             return LedgerCorrupt(session, f"key {key}".rstrip(), "has a foreign type")
         case Action.FAIL:
             return LedgerError(session, f"server error: {words}")
+
+
+def untrusted(error: BaseException) -> str:
+    """Why the server's certificate is not trusted, "" where the error has another reason."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLCertVerificationError):
+            return f"the server's certificate is not trusted: {seen.verify_message}"
+        seen = seen.__cause__ or seen.__context__
+    return ""
 
 
 def words_of(error: BaseException) -> str:

@@ -171,10 +171,12 @@ class SessionActor:
         """It is over here, or about to be: nothing is taken any more."""
         return self.phase in (Phase.ENDING, Phase.ENDED)
 
-    def attach(self, last_sequence: int | None) -> ClientAttachment:
+    def attach(
+        self, last_sequence: int | None, on_message: Callable[[], None] = lambda: None
+    ) -> ClientAttachment:
         """A new client; the one before is told that it was replaced, and what it said and nobody
         has heard yet is dropped. Events after `last_sequence` come first (None: none of the old
-        ones). Raises ClientError when the session is over."""
+        ones). on_message: as in `ClientAttachment`. Raises ClientError when the session is over."""
         self._require_running()
 
         def greeting(outbox: Outbox, number: int) -> Coroutine[None, None, None]:
@@ -183,7 +185,7 @@ class SessionActor:
         number, outbox = self._clients.attach(greeting)
         self._desk.new_client()
         self.on_change()
-        return ClientAttachment(self, number, outbox)
+        return ClientAttachment(self, number, outbox, on_message)
 
     def offer(self, attachment: int, command: Command) -> bool:
         """False: the mailbox is full, wait for `room`. Raises ClientError (taken over, parked,
@@ -335,6 +337,7 @@ class SessionActor:
         """Raises what the work under way ended with."""
         if self._work is not None and self._work.done():
             work, self._work = self._work, None
+            self._durable.caught_up()
             work.result()
 
     async def _run_recovery(self, recover: Recover) -> None:
@@ -471,10 +474,7 @@ class SessionActor:
                 self._say_goodbye(ending)  # first: the client goes on elsewhere
                 self.left_warm = await self.runner.part()
                 return ending
-            if ending.parks is not None:
-                # A renewal that comes behind the park would be refused and say nothing of worth.
-                await self._keeper.stop()
-            return await wind_up(ending, self._work, self._durable, self.runner)
+            return await wind_up(ending, self._work, self._durable, self._keeper, self.runner)
         finally:
             await self._keeper.stop()
 

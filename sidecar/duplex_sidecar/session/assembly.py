@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import structs
@@ -41,6 +41,7 @@ from duplex_sidecar.session.prompting import Prompter, history_from_ledger
 from duplex_sidecar.session.rows import RetainedUnits, decode_reference, decode_rows
 from duplex_sidecar.session.speaking import Speaker, VoiceSettings
 from duplex_sidecar.session.stages import StageSet
+from duplex_sidecar.session.staggering import Stagger
 from duplex_sidecar.session.streams import talker_stream, thinker_stream
 from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.unit import UnitRunner
@@ -64,7 +65,8 @@ def as_they_are(facts: SessionFacts, lease: Lease, stages: StageSet) -> StageSet
 class Assembly:
     """What all sessions of this replica share. clock_s: what grace times and holds are measured
     with. rebuild_ahead: open the stream of a slide that is sure to come before its append does.
-    address: host:port under which others reach this replica's door, "" when nobody asks."""
+    address: host:port under which others reach this replica's door, "" when nobody asks. pod_uid:
+    of the pod in which it runs, "" outside one. stagger: of what waits behind an outage."""
 
     model: ServedModel
     stages: StageSet
@@ -77,6 +79,8 @@ class Assembly:
     rebuild_ahead: bool = True
     stages_of: StagesOf = as_they_are
     address: str = ""
+    pod_uid: str = ""
+    stagger: Stagger = field(default_factory=Stagger)
 
     def new_trace(self, session: str) -> SessionTrace:
         return self.tracing.session(session, None, SegmentReason.OPENED)
@@ -264,6 +268,7 @@ def _parts(
         hold_s=shared.ledger_hold_s,
         metrics=shared.metrics,
         clock_s=shared.clock_s,
+        stagger=shared.stagger,
     )
     loads = _Loads(durable, loaded)
 

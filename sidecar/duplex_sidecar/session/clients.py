@@ -37,10 +37,18 @@ class Host(Protocol):
 class ClientAttachment:
     """`session.port.Attachment` of one actor."""
 
-    def __init__(self, host: Host, number: int, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        host: Host,
+        number: int,
+        outbox: Outbox,
+        on_message: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_message: called for each command that the session has taken."""
         self._host = host
         self._number = number
         self._outbox = outbox
+        self._on_message = on_message
 
     @property
     def session(self) -> str:
@@ -49,6 +57,7 @@ class ClientAttachment:
     async def submit(self, command: Command) -> None:
         while not self._host.offer(self._number, command):
             await self._host.room()
+        self._on_message()
 
     def refuse(self, failure: Failure) -> None:
         self._outbox.put(failure)

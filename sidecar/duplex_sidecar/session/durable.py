@@ -2,7 +2,8 @@
 
 A write whose outcome is unknown is sent again with its operation id until it is known; what the
 ledger refuses (lease lost, another head) ends this owner, never the session's data. While the
-ledger is away, input is held for `hold_s`, then refused by name until the ledger is back.
+ledger is away, input is held for `hold_s`, then refused by name until the ledger is back. Sessions
+come back from an outage a few at a time (`session.staggering`).
 """
 
 import asyncio
@@ -26,10 +27,9 @@ from duplex_sidecar.ledger.records import (
 )
 from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.session.staggering import Seat, Stagger
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import LedgerCall
-
-RETRY_EVERY_S = 0.2
 
 _T = TypeVar("_T")
 
@@ -49,6 +49,7 @@ class DurableSession:
         hold_s: float,
         metrics: Metrics,
         clock_s: Callable[[], float],
+        stagger: Stagger,
     ) -> None:
         self._ledger = ledger
         self._keeper = keeper
@@ -56,6 +57,9 @@ class DurableSession:
         self._hold_s = hold_s
         self._metrics = metrics
         self._clock_s = clock_s
+        self._stagger = stagger
+        self._seat: Seat | None = None
+        """Since a write that was held behind an outage has gone through."""
         self._away_since: float | None = None
 
     @property
@@ -75,6 +79,12 @@ class DurableSession:
         """The ledger has been away longer than input is held."""
         away = self._away_since
         return away is not None and self._clock_s() - away > self._hold_s
+
+    def caught_up(self) -> None:
+        """What was held behind an outage is done: another session may."""
+        if self._seat is not None:
+            self._seat.free()
+            self._seat = None
 
     async def accept(self, draft: AcceptDraft, media: UnitMedia, state: bytes) -> None:
         await self._chain(
@@ -221,12 +231,14 @@ class DurableSession:
                 try:
                     return await attempt(failed)
                 except (LedgerUnavailable, ServerFull) as error:
+                    self.caught_up()
                     failed = error if isinstance(error, LedgerUnavailable) else None
                     if self._away_since is None:
                         self._away_since = self._clock_s()
                     if self._keeper.lost_because is not None:
                         raise self._keeper.lost_because from error
-                    await asyncio.sleep(RETRY_EVERY_S)
+                    await asyncio.sleep(self._stagger.retry_s())
+                    self._seat = await self._stagger.seat()
         finally:
             # A refusal is an answer, too; and of a call that was given up nobody would learn it.
             self._away_since = None

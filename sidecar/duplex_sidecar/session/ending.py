@@ -18,6 +18,7 @@ from duplex_sidecar.ledger.errors import (
     LedgerRegressed,
     SessionErased,
 )
+from duplex_sidecar.ledger.lease import LeaseKeeper
 from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
 from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.protocol.events import Closed, Event, Failure
@@ -29,6 +30,8 @@ from duplex_sidecar.session.unit import UnitRunner
 log = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
+FREE_FIRST_S = 1.0
+"""How long a session that parks waits for its stages before it says so in the ledger."""
 _QUIET = (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST, ErrorCode.PARKED)
 """No error comes before these: they are what somebody wanted."""
 
@@ -110,6 +113,7 @@ async def wind_up(
     ending: Ending,
     work: "asyncio.Task[None] | None",
     durable: DurableSession,
+    keeper: LeaseKeeper,
     runner: UnitRunner,
 ) -> Ending:
     """Stop the work, end the streams, give the lease back. Returns how it ended indeed: a session
@@ -119,6 +123,10 @@ async def wind_up(
 
     async def write() -> None:
         nonlocal written, ending
+        if ending.parks is not None:
+            await _freed(closing)
+            # A renewal that comes behind the park would be refused and say nothing of worth.
+            await keeper.stop()
         if ending.counts and await durable.failed() >= MAX_ATTEMPTS:
             ending = GIVEN_UP
         await _last_write(ending, durable)
@@ -130,7 +138,8 @@ async def wind_up(
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
             # Side by side: neither a stage nor a ledger that is away keeps the other waiting.
-            outcomes = await asyncio.gather(write(), runner.close(), return_exceptions=True)
+            closing = asyncio.ensure_future(runner.close())
+            outcomes = await asyncio.gather(write(), closing, return_exceptions=True)
         for failure in outcomes:
             if failure is not None:
                 raise failure
@@ -142,6 +151,14 @@ async def wind_up(
     if written or ending.parks is None:
         return ending
     return replace(SHUT_DOWN, detail="the session could not park")
+
+
+async def _freed(closing: "asyncio.Future[None]") -> None:
+    """`parked` says that the session holds nothing here any more; a stage that is stuck keeps none
+    from parking."""
+    _, holds_on = await asyncio.wait({closing}, timeout=FREE_FIRST_S)
+    if holds_on:
+        log.warning("session parks before its stages have let go of it")
 
 
 async def _last_write(ending: Ending, durable: DurableSession) -> None:

@@ -45,9 +45,23 @@ class DeadReplicas:
         return len(self._names)
 
 
+def started_before(replica: str, other: str, pod_uid: str) -> bool:
+    """Whether `other` was an earlier start of the container that `replica` runs in: containers of a
+    pod are started anew only once the old one has ended. pod_uid: of this replica, "" outside a
+    pod, where nothing follows from a name."""
+    return (
+        pod_uid != ""
+        and other != replica
+        and replica.rpartition("-")[0] == other.rpartition("-")[0] == pod_uid
+    )
+
+
 class Owners:
-    def __init__(self, ledger: Ledger, replica: str, address: str, metrics: Metrics) -> None:
+    def __init__(
+        self, ledger: Ledger, replica: str, address: str, metrics: Metrics, pod_uid: str = ""
+    ) -> None:
         self.metrics = metrics
+        self._pod_uid = pod_uid
         self._ledger = ledger
         self.replica = replica
         self._address = address
@@ -122,12 +136,19 @@ class Owners:
         try:
             return await self._acquire(session, fence)
         except LeaseHeld as held:
-            # One that this replica itself holds without running the session was left behind by a
-            # caller that gave up.
-            if held.replica not in self.dead and held.replica != self.replica:
+            if not self._is_free(held.replica):
                 raise
             await self._ledger.break_lease(session, replica=held.replica)
         return await self._acquire(session, fence)
+
+    def _is_free(self, holder: str) -> bool:
+        """Whether the lease of that replica is nobody's any more. One that this replica itself
+        holds without running the session was left behind by a caller that gave up."""
+        return (
+            holder in self.dead
+            or holder == self.replica
+            or started_before(self.replica, holder, self._pod_uid)
+        )
 
     async def _acquire(self, session: str, fence: int | None) -> Lease:
         with self.metrics.timed_ledger_call(LedgerCall.ACQUIRE):

@@ -43,6 +43,7 @@ from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_ref
 from duplex_sidecar.session.roster import Live, Roster
 from duplex_sidecar.session.rows import RowsMissing, encode_rows
 from duplex_sidecar.session.standing_by import Prepared, StandingBy
+from duplex_sidecar.session.token_change import ClientTokens, NewToken, offer_token
 from duplex_sidecar.session.turnstile import Turnstile
 from duplex_sidecar.session.warming import Warmer
 from duplex_sidecar.stages.errors import StageError
@@ -83,7 +84,9 @@ class SessionRegistry:
         self._ledger = ledger
         self._ready = ready
         self._placed = placed
-        self._owners = Owners(ledger, assembly.replica, assembly.address, assembly.metrics)
+        self._owners = Owners(
+            ledger, assembly.replica, assembly.address, assembly.metrics, assembly.pod_uid
+        )
         self._turnstile = Turnstile()
         self._closed = False
         self.roster = roster
@@ -231,13 +234,11 @@ class SessionRegistry:
         fence = entry.actor.lease.fence
         if claim.fence is not None and claim.fence < fence:
             raise PlacementRefused(Refusal.STALE_FENCE, f"it runs here under fence {fence}")
-        known = tokens.match_sha256(claim.token_sha256, entry.token_sha256, "")
-        if known is tokens.TokenMatch.NONE:
-            if claim.fence is None:
-                raise ClientError(ErrorCode.UNAUTHORIZED)
+        if claim.fence is not None:
             with typed_refusals():
-                await self._change_token(entry.actor.lease, claim.token_sha256)
-            entry.token_sha256 = claim.token_sha256
+                await offer_token(self._ledger, entry.actor.lease, entry.tokens, claim.token_sha256)
+        elif not entry.tokens.lets_in(claim.token_sha256):
+            raise ClientError(ErrorCode.UNAUTHORIZED)
         if claim.fence is not None and claim.fence > fence:
             entry.actor.let_go()
             await asyncio.wait({entry.task})
@@ -277,7 +278,7 @@ class SessionRegistry:
         acquire = partial(self._owners.acquire, session, claim.fence)
         async with self._owners.held(session, acquire) as lease:
             actor = assemble_new(assembly, draft, conversation, lease, head, trace, reference)
-        return self._start(session, actor, claim.token_sha256, spec)
+        return self._start(session, actor, ClientTokens(claim.token_sha256), spec)
 
     # --- attaching --------------------------------------------------------------------------------
 
@@ -291,20 +292,32 @@ class SessionRegistry:
         async with self._turnstile.only_caller(session):
             entry = await self._staying(session)
             if entry is not None:
-                if tokens.match_sha256(digest, entry.token_sha256, "") is tokens.TokenMatch.NONE:
+                if not entry.tokens.lets_in(digest):
                     raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-                return entry.actor.attach(last_sequence)
+                return self._attached(entry, digest, last_sequence)
             with typed_refusals():
                 meta = await self._require_token(session, digest)
                 prepared = self._standing_by.prepared(session)
                 if prepared is not None and meta.nonce == prepared.offer.nonce:
                     with self.roster.slot(session):
-                        actor = await self._take_handed(session, prepared)
-                    return actor.attach(last_sequence)
+                        await self._take_handed(session, prepared)
+                    return self._attached(self.roster.live[session], digest, last_sequence)
                 self._require_at_home(meta)
                 with self.roster.slot(session):
-                    actor = await self._take_up(session, Claim(meta.token_sha256), None)
+                    await self._take_up(session, Claim(meta.token_sha256), None)
+            return self._attached(self.roster.live[session], digest, last_sequence)
+
+    def _attached(
+        self, entry: Live, token_sha256: str, last_sequence: int | None
+    ) -> ClientAttachment:
+        actor = entry.actor
+        if entry.tokens.match(token_sha256) is not tokens.TokenMatch.OFFERED:
             return actor.attach(last_sequence)
+        new = NewToken(self._ledger, lambda: actor.lease, entry.tokens, token_sha256)
+        attachment = actor.attach(last_sequence, new.said)
+        if last_sequence is not None:
+            new.said()  # that it resumes was its first message
+        return attachment
 
     def _require_at_home(self, meta: SessionMeta) -> None:
         """Whether a dial may take the session up here."""
@@ -338,12 +351,13 @@ class SessionRegistry:
             decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
             if isinstance(decision, Refuse):
                 await self._refuse(lease, decision)
-            if claim.fence is not None and claim.token_sha256 != loaded.meta.token_sha256:
-                await self._change_token(lease, claim.token_sha256)
+            meta = loaded.meta
+            client_tokens = ClientTokens(meta.token_sha256, meta.token_offered_sha256)
+            if claim.fence is not None:
+                await offer_token(self._ledger, lease, client_tokens, claim.token_sha256)
             warm = await self._standing_by.take(session, loaded)
             actor = assemble_recovered(self._assembly, loaded, decision, lease, warm)
-        valid = loaded.meta.token_sha256 if claim.fence is None else claim.token_sha256
-        return self._start(session, actor, valid, spec or loaded.opening)
+        return self._start(session, actor, client_tokens, spec or loaded.opening)
 
     async def _lease(self, session: str, claim: Claim) -> Lease:
         """By a hand-over to this replica if there was one, else as anybody gets it."""
@@ -353,11 +367,6 @@ class SessionRegistry:
             if meta is not None and meta.nonce == prepared.offer.nonce:
                 return await self._owners.adopt(prepared.offer)
         return await self._owners.acquire(session, claim.fence)
-
-    async def _change_token(self, lease: Lease, token_sha256: str) -> None:
-        """The operator gave the session another token."""
-        await self._ledger.offer_token(lease, token_sha256)
-        await self._ledger.confirm_token(lease, token_sha256)
 
     async def _refuse(self, lease: Lease, refusal: Refuse) -> NoReturn:
         """Nothing is deleted; only a unit that failed too often ends the session."""
@@ -385,7 +394,7 @@ class SessionRegistry:
         self,
         session: str,
         actor: SessionActor,
-        token_sha256: str,
+        client_tokens: ClientTokens,
         terms: SessionSpec | Opening,
     ) -> SessionActor:
         def forget(_: asyncio.Task[None]) -> None:
@@ -406,7 +415,7 @@ class SessionRegistry:
             task = asyncio.create_task(actor.run(), name=f"session {session}")
             task.add_done_callback(forget)
             log.info("session runs here", extra={"fields": {"units": actor.conversation.seq}})
-        entry = Live(actor, task, token_sha256, terms)
+        entry = Live(actor, task, client_tokens, terms)
         self.roster.enter(session, entry)
         self.departures.told(entry)
         self._assembly.metrics.sessions_live(len(self.roster.live))

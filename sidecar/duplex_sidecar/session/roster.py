@@ -14,6 +14,7 @@ from duplex_sidecar.ledger.records import Opening
 from duplex_sidecar.session.actor import SessionActor
 from duplex_sidecar.session.ending import Ending
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
+from duplex_sidecar.session.token_change import ClientTokens
 
 MAX_DEPARTED = 256
 """Endings that are remembered for watchers that look a little later."""
@@ -26,7 +27,7 @@ class Live:
 
     actor: SessionActor
     task: "asyncio.Task[None]"
-    token_sha256: str
+    tokens: ClientTokens
     terms: SessionSpec | Opening
 
 

@@ -474,6 +474,10 @@ async def test_route_records_leases_and_wakes(valkey: EmbeddedValkey) -> None:
     lease = await routes.lease("r1")
     assert (lease.held, lease.fence, lease.phase) == (True, 7, "open")
 
+    assert await routes.token_let_in("r1") == ""
+    await redis.hset("duplex:{r1}:meta", "token", "b" * 64)  # type: ignore[misc]
+    assert await routes.token_let_in("r1") == "b" * 64
+
     woken: asyncio.Queue[str] = asyncio.Queue()
     task = asyncio.create_task(routes.wakes(woken.put_nowait))
     async with asyncio.timeout(PATIENCE_S):

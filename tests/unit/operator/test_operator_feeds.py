@@ -228,3 +228,43 @@ async def test_a_broken_feed_that_can_be_dialled_again_is_no_suspicion(
     assert suspected
     assert not any(suspected)
     await rig.fleet.close()
+
+
+async def test_another_start_of_a_sidecar_proves_the_one_before_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    assert rig.fleet.ended_replicas("uid-a") == ()
+    hellos = [HelloLine(replica=f"uid-a-{boot}", slots=1, ready=True) for boot in range(12)]
+    await rig.say(hellos[0], BeatLine())
+    assert rig.fleet.ended_replicas("uid-a") == ()
+    await rig.say(None, hellos[0], BeatLine(), None, hellos[1], BeatLine())
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-0",)
+    for hello in hellos[2:]:
+        await rig.say(None, hello, BeatLine())
+    assert rig.fleet.ended_replicas("uid-a") == tuple(f"uid-a-{boot}" for boot in range(3, 11))
+    assert rig.fleet.ended_replicas("uid-unknown") == ()
+    await rig.fleet.close()
+
+
+async def test_a_container_that_has_ended_proves_its_sidecar_dead_once_nothing_is_heard_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its feed stands the pod's object is out of date: another start speaks there."""
+    rig = Rig(monkeypatch)
+    await rig.say(HelloLine(replica="uid-a-1", slots=1, ready=True), BeatLine())
+    ended = {"name": "duplex-sidecar", "state": {"terminated": {"reason": "OOMKilled"}}}
+    status = POD["status"] | {"phase": "Running", "containerStatuses": [ended]}
+    pod = read_pod(POD | {"status": status, "metadata": POD["metadata"] | {"resourceVersion": "3"}})
+    assert pod is not None
+    assert pod.sidecar_terminated == "OOMKilled"
+    rig.store.pods.put(pod)
+    assert rig.fleet.ended_replicas("uid-a") == ()
+    ScriptedClient.reachable = False
+    await rig.say(None)
+    await rig.until(lambda feed: not feed.connected)
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    ScriptedClient.reachable = True
+    await rig.say(HelloLine(replica="uid-a-2", slots=1, ready=True), BeatLine())
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    await rig.fleet.close()

@@ -1,6 +1,7 @@
 """Writes whose outcome is unknown, a ledger that is away, an end in the middle of a write."""
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.records import ClosedDraft
 from duplex_sidecar.session import durable
 from duplex_sidecar.session.durable import DurableSession
+from duplex_sidecar.session.staggering import Stagger
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.settings import TelemetrySettings
 
@@ -99,6 +101,7 @@ def make(
             hold_s=1.0,
             metrics=metrics,
             clock_s=clock.s,
+            stagger=Stagger(uneven=random.Random(1)),
         )
         return session, ledger, keeper
 

@@ -1,0 +1,91 @@
+"""A session gets another token: both let a client in until the first message under the new one.
+
+So a reply that was lost on its way to whoever changes tokens strands nobody. The ledger has both
+for every replica. That one is confirmed it is told in the background, since no client waits for it:
+until it knows, another replica still lets in the old one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from duplex_sidecar.ledger.errors import LedgerError
+from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.store import Ledger
+from duplex_sidecar.ledger.token import TokenMatch, match_sha256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ClientTokens:
+    """Hashes of the tokens that let a client in. offered_sha256: of the one that replaces the other
+    with its first message; "" for none."""
+
+    current_sha256: str
+    offered_sha256: str = ""
+
+    def match(self, token_sha256: str) -> TokenMatch:
+        return match_sha256(token_sha256, self.current_sha256, self.offered_sha256)
+
+    def lets_in(self, token_sha256: str) -> bool:
+        return self.match(token_sha256) is not TokenMatch.NONE
+
+
+async def offer_token(
+    ledger: Ledger, lease: Lease, tokens: ClientTokens, token_sha256: str
+) -> None:
+    """The operator's word: this one is to let in. Naming the one that does takes back what was
+    offered. Raises what the ledger refuses."""
+    match tokens.match(token_sha256):
+        case TokenMatch.OFFERED:
+            return
+        case TokenMatch.CURRENT:
+            offered = ""
+        case TokenMatch.NONE:
+            offered = token_sha256
+    if offered != tokens.offered_sha256:
+        await ledger.offer_token(lease, offered)
+        tokens.offered_sha256 = offered
+
+
+class NewToken:
+    """What the messages of a client say of the token that it came with."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        lease: Callable[[], Lease],
+        tokens: ClientTokens,
+        token_sha256: str,
+    ) -> None:
+        self._ledger = ledger
+        self._lease = lease
+        self._tokens = tokens
+        self._token_sha256 = token_sha256
+        self._telling: asyncio.Task[None] | None = None
+        self._told = False
+
+    def said(self) -> None:
+        """A message came. Where the ledger could not be told at the last one, it is told now."""
+        if self._told or self._telling is not None:
+            return
+        match self._tokens.match(self._token_sha256):
+            case TokenMatch.NONE:
+                return  # yet another one is offered meanwhile
+            case TokenMatch.OFFERED:
+                self._tokens.current_sha256 = self._token_sha256
+                self._tokens.offered_sha256 = ""
+            case TokenMatch.CURRENT:
+                pass
+        self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        try:
+            await self._ledger.confirm_token(self._lease(), self._token_sha256)
+            self._told = True
+        except LedgerError as error:
+            log.info("a new token is not confirmed yet: %s", type(error).__name__)
+        finally:
+            self._telling = None
