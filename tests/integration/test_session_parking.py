@@ -556,42 +556,42 @@ async def test_an_operator_may_give_another_token(here: Replica) -> None:
 
 async def test_a_client_that_resumes_has_said_its_first_message(here: Replica) -> None:
     manifest = Terms("context").manifest()
-    await here.registry.open("resumes", manifest, claim("one", 1))
-    await here.registry.open("resumes", manifest, claim("two", 1))
-    await here.registry.attach("resumes", "two", 0)
-    await here_knows(here, "resumes", "two", "")
-    await refused(here, "resumes", "one")
+    await here.registry.open("says-resume", manifest, claim("one", 1))
+    await here.registry.open("says-resume", manifest, claim("two", 1))
+    await here.registry.attach("says-resume", "two", 0)
+    await here_knows(here, "says-resume", "two", "")
+    await refused(here, "says-resume", "one")
 
 
 async def test_an_offered_token_is_good_on_any_replica(here: Replica, there: Replica) -> None:
     """Offered while it was parked, and while it ran; confirmed where it runs next."""
     manifest = Terms("context").manifest()
-    await here.registry.open("moves", manifest, claim("one", 1))
-    await here.registry.departures.park("moves")
-    await there.registry.open("moves", manifest, claim("two", 2))
+    await here.registry.open("keys-move", manifest, claim("one", 1))
+    await here.registry.departures.park("keys-move")
+    await there.registry.open("keys-move", manifest, claim("two", 2))
     for good in ("two", "one"):
-        await attached(there, "moves", good)
-    await there.registry.departures.park("moves")
-    assert await keys_of(here, "moves") == ("one", "two")
-    by_dial = await attached(here, "moves", "two")  # as on one machine
+        await attached(there, "keys-move", good)
+    await there.registry.departures.park("keys-move")
+    assert await keys_of(here, "keys-move") == ("one", "two")
+    by_dial = await attached(here, "keys-move", "two")  # as on one machine
     await by_dial.submit(Heartbeat())
-    await here_knows(here, "moves", "two", "")
-    await refused(here, "moves", "one")
+    await here_knows(here, "keys-move", "two", "")
+    await refused(here, "keys-move", "one")
 
 
 async def test_a_token_that_is_changed_twice_or_back(here: Replica) -> None:
     manifest = Terms("context").manifest()
-    await here.registry.open("again", manifest, claim("one", 1))
-    await here.registry.open("again", manifest, claim("two", 1))
-    second = await attached(here, "again", "two")
-    await here.registry.open("again", manifest, claim("three", 1))
+    await here.registry.open("changed-again", manifest, claim("one", 1))
+    await here.registry.open("changed-again", manifest, claim("two", 1))
+    second = await attached(here, "changed-again", "two")
+    await here.registry.open("changed-again", manifest, claim("three", 1))
     await second.submit(Heartbeat())
-    assert await keys_of(here, "again") == ("one", "three")
-    await refused(here, "again", "two")
-    await here.registry.open("again", manifest, claim("one", 1))
-    assert await keys_of(here, "again") == ("one", "")
-    await refused(here, "again", "three")
-    await attached(here, "again", "one")
+    assert await keys_of(here, "changed-again") == ("one", "three")
+    await refused(here, "changed-again", "two")
+    await here.registry.open("changed-again", manifest, claim("one", 1))
+    assert await keys_of(here, "changed-again") == ("one", "")
+    await refused(here, "changed-again", "three")
+    await attached(here, "changed-again", "one")
 
 
 async def test_a_confirmation_that_the_ledger_misses_comes_with_the_next_message(
