@@ -6,6 +6,7 @@ import time
 import wave
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from support.sidecars import Bed
 from duplex_sidecar.cli import run as run_module
 from duplex_sidecar.cli.main import app
 from duplex_sidecar.client.local_sidecar import LocalSidecar
-from duplex_sidecar.ledger.reader import LedgerReader
-from duplex_sidecar.ledger.records import Accepted
+from duplex_sidecar.model.minicpmo45.constants import (
+    IMAGE_BLOCK_POSITIONS,
+    UNIT_APPEND_POSITIONS,
+)
 
 pytestmark = pytest.mark.client
 
@@ -80,15 +83,15 @@ def run(*arguments: object) -> int:
     return app(["run", *map(str, arguments)], result_action="return_value")
 
 
-async def frames_of(bed: Bed, session: str) -> list[int]:
-    """How many camera frames each unit had."""
-    reader = await LedgerReader.connect(bed.valkey.url)
-    try:
-        loaded = await reader.load(session)
-    finally:
-        await reader.close()
-    records = [entry.record for entry in loaded.entries]
-    return [len(one.media.frames) for one in records if isinstance(one, Accepted)]
+def appended_tokens(bed: Bed, session: str) -> list[int]:
+    """How many positions each unit but the first took, before it was answered."""
+    units = asyncio.run(committed_units(bed.valkey.url, session))
+    return [
+        unit["plan"]["prompt_tokens"]
+        - before["plan"]["prompt_tokens"]
+        - (len(before["token_ids"]) - 1)
+        for before, unit in pairwise(units)
+    ]
 
 
 def sound_of(path: Path) -> np.ndarray:
@@ -123,9 +126,7 @@ def test_a_recording_gets_its_reply(
     assert one.calls == ["start", "ready", "stop"]
     assert one.asked["checkpoint"] == str(bed.checkpoint)
     assert one.asked["redis_url"] == bed.valkey.url
-    records = asyncio.run(committed_units(bed.valkey.url, one.sessions[0]))
-    assert len(records) == 14
-    assert asyncio.run(frames_of(bed, one.sessions[0])) == [0] * 14
+    assert appended_tokens(bed, one.sessions[0]) == [UNIT_APPEND_POSITIONS] * 13
 
 
 def test_a_clip_is_shown_a_frame_a_second(lent: Sequence[Lent], bed: Bed, tmp_path: Path) -> None:
@@ -134,7 +135,8 @@ def test_a_clip_is_shown_a_frame_a_second(lent: Sequence[Lent], bed: Bed, tmp_pa
     audio = recording(tmp_path, 8)
     status, _ = call(bed, out, audio, "session-camera.yaml", "--speed", 10, "--video", clip)
     assert status == 0
-    assert asyncio.run(frames_of(bed, lent[0].sessions[0])) == [1] * 8
+    seen = UNIT_APPEND_POSITIONS + IMAGE_BLOCK_POSITIONS
+    assert appended_tokens(bed, lent[0].sessions[0]) == [seen] * 7
     assert len(sound_of(out)) > 0
 
 

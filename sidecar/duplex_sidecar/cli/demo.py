@@ -248,21 +248,24 @@ async def _run(
     write_wave(stage.out / "reply.wav", lay_out_replies(talk.replies))
     with written(stage.out / "timeline.png") as path:
         draw_timeline(path, talk, speech, kill_at or None)
-    return talk, _judged(stage, talk, end) if kill_at else None
+    return talk, _judged(stage, talk, end, len(frames or ())) if kill_at else None
 
 
-def _judged(stage: _Stage, talk: Talk, end: LoadedSession) -> Kill:
-    """Nothing is the same where nobody was killed: the recording was shorter than that."""
+def _judged(stage: _Stage, talk: Talk, end: LoadedSession, frames: int) -> Kill:
+    """Nothing is the same where nobody was killed: the recording was shorter than that. frames: one
+    was sent with each of the first so many units."""
     at_kill, sidecar = stage.at_kill, stage.sidecar
     if at_kill is None or sidecar is None:
         return Kill(len(talk.resumes), same_window=False, new_epoch=False)
     facts = facts_of(end.opening, load_model(sidecar.settings))
     killed = talk.units[0]["replica"]
     last_unit = max(unit["unit"] for unit in talk.units if unit["replica"] == killed)
+    before = decode_conversation(at_kill.state)
+    seen = 1 if before.seq < frames else 0
     return Kill(
         len(talk.resumes),
         same_window=window_is_the_same(
-            facts, decode_conversation(at_kill.state), [entry.record for entry in end.entries]
+            facts, before, seen, [entry.record for entry in end.entries]
         ),
         new_epoch=epoch_begins_anew(talk.replies, last_unit),
     )

@@ -16,7 +16,6 @@ from duplex_sidecar.client.conversation import Replies, Talk
 from duplex_sidecar.ledger.records import (
     Accepted,
     Committed,
-    MediaRef,
     MediaRefs,
     PlanAction,
     PlanFacts,
@@ -71,13 +70,12 @@ def talked(facts: SessionFacts, units: int) -> Conversation:
     return now
 
 
-def recorded(seq: int, prompt_tokens: int, dropped: int, frames: int = 0) -> list[Record]:
+def recorded(seq: int, prompt_tokens: int, dropped: int) -> list[Record]:
     plan = PlanFacts(
         PlanAction.REBUILD, "context", "replica_restart", dropped, 13, 0, prompt_tokens
     )
     draft: dict[str, Any] = {"seq": seq, "epoch": 0, "turn": 1, "plan": plan, **COMMON}
     given = UnitInput(16_000, 1, 0, 16_000, True, False, False)
-    pictures = (MediaRef(1, ""),) * frames
     return [
         Accepted(
             input=given,
@@ -85,7 +83,7 @@ def recorded(seq: int, prompt_tokens: int, dropped: int, frames: int = 0) -> lis
             strategy="reprefill",
             seed=1,
             traceparent="",
-            media=MediaRefs(None, None, pictures),
+            media=MediaRefs(None, None, ()),
             state_sha256=None,
             attempts=1,
             replica="one",
@@ -115,10 +113,11 @@ def test_the_window_is_what_its_owner_would_have_made_of_it(
     dropped = 1 if units > WINDOW_UNITS else 0
 
     def same(tokens: int, units_dropped: int, number: int = units + 1) -> bool:
-        return window_is_the_same(facts, before, recorded(number, tokens, units_dropped, frames))
+        return window_is_the_same(facts, before, frames, recorded(number, tokens, units_dropped))
 
     assert same(window.prompt_tokens, dropped)
     assert not same(window.prompt_tokens + 1, dropped)
+    assert not same(window.prompt_tokens - IMAGE_BLOCK_POSITIONS, dropped)
     assert not same(window.prompt_tokens, dropped + 1)
     assert not same(window.prompt_tokens, dropped, units + 2), "the next unit was never answered"
 
