@@ -106,6 +106,9 @@ class Cast:
     def terms(self) -> Terms:
         terms = Terms(
             self.mode,
+            # Those that talk side by side wait for each other, on a slow machine for long.
+            idle="2h",
+            park_after="2h",
             greedy=True,
             voice=OWN_VOICE if self.named else None,
             initial_text=WRITTEN if self.seeded else None,
