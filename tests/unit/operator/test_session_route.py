@@ -132,10 +132,19 @@ async def test_an_operator_that_starts_again_goes_on_with_both() -> None:
     rig.replace(NEW)
     await rig.keep()
     rig.known = Known()
-    await Observer(rig.context).facts(rig.session, rig.known)
+    facts = await Observer(rig.context).facts(rig.session, rig.known)
     assert rig.known.token == Token(PLACE, NEW)
+    assert facts.memory.token_untold, "whether the sidecar knows of it cannot be seen"
     assert await rig.keep() is not None
     assert rig.tokens == (OLD, NEW)
+
+
+async def test_an_operator_that_starts_again_has_nothing_to_tell_of_a_token_that_stays() -> None:
+    rig = Rig()
+    await rig.keep()
+    rig.known = Known()
+    facts = await Observer(rig.context).facts(rig.session, rig.known)
+    assert (facts.token, facts.memory.token_untold) == (Token(PLACE, OLD), False)
 
 
 def test_the_longer_nobody_talks_the_less_often_is_looked() -> None:
