@@ -119,6 +119,26 @@ async def test_a_token_that_is_replaced_twice() -> None:
         assert rig.tokens == (let_in, NEWEST)
 
 
+async def test_a_token_that_changes_while_the_ledger_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.replace(NEW)
+    await rig.keep()
+
+    async def meanwhile(_: str) -> str:
+        rig.replace(NEWEST)
+        return NEW
+
+    monkeypatch.setattr(rig.ledger, "token_let_in", meanwhile)
+    assert await rig.keep() == SOONEST_LOOK_S
+    assert (rig.known.replaced, rig.tokens) == (OLD, (OLD, NEW))
+    monkeypatch.undo()
+    rig.ledger.let_in = NEW
+    await rig.keep()
+    assert rig.tokens == (NEW, NEWEST)
+
+
 async def test_a_session_without_a_ledger_lets_in_the_new_one_alone() -> None:
     rig = Rig()
     rig.ledger.let_in = ""
