@@ -82,6 +82,7 @@ class Observer:
         try:
             if known.token is None and not known.token_lost:
                 changes["token"] = await self._token_of_route(session, known)
+                changes["memory"] = known.memory
             if placement is not None:
                 changes["pod"] = view = await self._pod(session, placement)
                 facts = replace(facts, **changes)
@@ -137,6 +138,9 @@ class Observer:
             known.token = Token(place, record.token_sha256_next or record.token_sha256)
             known.replaced = record.token_sha256 if record.token_sha256_next else ""
             known.replaced_at_ms = self._context.now_ms()
+            if known.replaced:
+                # The one before may have ended before it told the sidecar; saying it again is free.
+                known.memory = replace(known.memory, token_untold=True)
         return known.token
 
     def _pod_without_ledger(self, placement: Placement) -> PodView:

@@ -17,15 +17,18 @@ async def keep_route(context: Context, session: SessionObject, known: Known) -> 
     """Writes it where it says something new, or is half as old as it may get. A session without a
     token has none. Returns after how many seconds to look whether a token that was replaced lets
     nobody in any more. Raises LedgerAwayError."""
-    if known.token is None:
+    token = known.token
+    if token is None:
         return None
     if known.replaced:
         let_in = await context.routes.token_let_in(session.meta.uid)
-        known.replaced = "" if let_in == known.token.sha256 else let_in
+        if known.token is not token:
+            return SOONEST_LOOK_S  # changed once more meanwhile: what was seen says nothing of that
+        known.replaced = "" if let_in == token.sha256 else let_in
     status = session.status
     record = RouteRecord(
-        token_sha256=known.replaced or known.token.sha256,
-        token_sha256_next=known.token.sha256 if known.replaced else None,
+        token_sha256=known.replaced or token.sha256,
+        token_sha256_next=token.sha256 if known.replaced else None,
         phase=phase_for_clients(status),
         pool=str(session.pool_key),
         session=str(session.meta.key),

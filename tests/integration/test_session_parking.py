@@ -13,7 +13,7 @@ import pytest
 from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerUnavailable
+from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
@@ -619,6 +619,52 @@ async def test_a_confirmation_that_the_ledger_misses_comes_with_the_next_message
     await here_knows(here, "late-keys", "two", "")
     await client.submit(Heartbeat())
     assert tries == 2
+
+
+async def test_a_confirmation_that_the_ledger_misses_comes_over_the_next_connection(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the replaced token would let in again wherever the session runs next."""
+    manifest = Terms("context").manifest()
+    await here.registry.open("keys-redial", manifest, claim("one", 1))
+    await here.registry.open("keys-redial", manifest, claim("two", 1))
+    client = await attached(here, "keys-redial", "two")
+    tried = asyncio.Event()
+
+    async def away(*_: Any) -> None:
+        tried.set()
+        raise LedgerUnavailable("keys-redial", "away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(here.ledger, "confirm_token", away)
+        await client.submit(Heartbeat())
+        await tried.wait()
+    assert await keys_of(here, "keys-redial") == ("one", "two")
+    again = await attached(here, "keys-redial", "two")
+    await again.submit(Heartbeat())
+    await here_knows(here, "keys-redial", "two", "")
+
+
+async def test_a_confirmation_that_the_ledger_refuses_is_not_said_with_each_message(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Terms("context").manifest()
+    await here.registry.open("keys-refused", manifest, claim("one", 1))
+    await here.registry.open("keys-refused", manifest, claim("two", 1))
+    client = await attached(here, "keys-refused", "two")
+    tries = 0
+
+    async def refuses(*_: Any) -> None:
+        nonlocal tries
+        tries += 1
+        raise LedgerError("keys-refused", "that token was not offered")
+
+    monkeypatch.setattr(here.ledger, "confirm_token", refuses)
+    await client.submit(Heartbeat())
+    await eventually(lambda: tries == 1)
+    await client.submit(Heartbeat())
+    await keys_of(here, "keys-refused")
+    assert tries == 1
 
 
 async def attached(here: Replica, session: str, token: str) -> ClientAttachment:

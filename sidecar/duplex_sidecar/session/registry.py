@@ -311,7 +311,7 @@ class SessionRegistry:
         self, entry: Live, token_sha256: str, last_sequence: int | None
     ) -> ClientAttachment:
         actor = entry.actor
-        if entry.tokens.match(token_sha256) is not tokens.TokenMatch.OFFERED:
+        if not entry.tokens.hears(token_sha256):
             return actor.attach(last_sequence)
         new = NewToken(self._ledger, lambda: actor.lease, entry.tokens, token_sha256)
         attachment = actor.attach(last_sequence, new.said)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from duplex_sidecar.ledger.errors import LedgerError
+from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable, ServerFull
 from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.ledger.token import TokenMatch, match_sha256
@@ -21,13 +21,25 @@ log = logging.getLogger(__name__)
 @dataclass
 class ClientTokens:
     """Hashes of the tokens that let a client in. offered_sha256: of the one that replaces the other
-    with its first message; "" for none."""
+    with its first message; "" for none. confirmed: the ledger has the current one as such, or will
+    not have it; else it is told with a message under it, whichever connection that comes over."""
 
     current_sha256: str
     offered_sha256: str = ""
+    confirmed: bool = True
 
     def match(self, token_sha256: str) -> TokenMatch:
         return match_sha256(token_sha256, self.current_sha256, self.offered_sha256)
+
+    def hears(self, token_sha256: str) -> bool:
+        """Whether the first message of a client that came with it says something new."""
+        match self.match(token_sha256):
+            case TokenMatch.OFFERED:
+                return True
+            case TokenMatch.CURRENT:
+                return not self.confirmed
+            case TokenMatch.NONE:
+                return False
 
     def lets_in(self, token_sha256: str) -> bool:
         return self.match(token_sha256) is not TokenMatch.NONE
@@ -65,27 +77,32 @@ class NewToken:
         self._tokens = tokens
         self._token_sha256 = token_sha256
         self._telling: asyncio.Task[None] | None = None
-        self._told = False
 
     def said(self) -> None:
         """A message came. Where the ledger could not be told at the last one, it is told now."""
-        if self._told or self._telling is not None:
+        if self._telling is not None or not self._tokens.hears(self._token_sha256):
             return
-        match self._tokens.match(self._token_sha256):
-            case TokenMatch.NONE:
-                return  # yet another one is offered meanwhile
-            case TokenMatch.OFFERED:
-                self._tokens.current_sha256 = self._token_sha256
-                self._tokens.offered_sha256 = ""
-            case TokenMatch.CURRENT:
-                pass
+        if self._tokens.match(self._token_sha256) is TokenMatch.OFFERED:
+            self._tokens.current_sha256 = self._token_sha256
+            self._tokens.offered_sha256 = ""
+            self._tokens.confirmed = False
         self._telling = asyncio.create_task(self._tell())
 
     async def _tell(self) -> None:
         try:
             await self._ledger.confirm_token(self._lease(), self._token_sha256)
-            self._told = True
+        except (LedgerUnavailable, ServerFull) as error:
+            log.info("a new token is not confirmed yet: %s", error.reason)
         except LedgerError as error:
-            log.info("a new token is not confirmed yet: %s", type(error).__name__)
+            log.warning("a new token is not confirmed: %s", type(error).__name__)
+            self._answered()
+        else:
+            self._answered()
         finally:
             self._telling = None
+
+    def _answered(self) -> None:
+        """A refusal is final, too: another token was offered before this was asked, or the lease is
+        lost."""
+        if self._tokens.match(self._token_sha256) is TokenMatch.CURRENT:
+            self._tokens.confirmed = True

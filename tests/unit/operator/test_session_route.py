@@ -119,6 +119,26 @@ async def test_a_token_that_is_replaced_twice() -> None:
         assert rig.tokens == (let_in, NEWEST)
 
 
+async def test_a_token_that_changes_while_the_ledger_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.replace(NEW)
+    await rig.keep()
+
+    async def meanwhile(_: str) -> str:
+        rig.replace(NEWEST)
+        return NEW
+
+    monkeypatch.setattr(rig.ledger, "token_let_in", meanwhile)
+    assert await rig.keep() == SOONEST_LOOK_S
+    assert (rig.known.replaced, rig.tokens) == (OLD, (OLD, NEW))
+    monkeypatch.undo()
+    rig.ledger.let_in = NEW
+    await rig.keep()
+    assert rig.tokens == (NEW, NEWEST)
+
+
 async def test_a_session_without_a_ledger_lets_in_the_new_one_alone() -> None:
     rig = Rig()
     rig.ledger.let_in = ""
@@ -132,10 +152,19 @@ async def test_an_operator_that_starts_again_goes_on_with_both() -> None:
     rig.replace(NEW)
     await rig.keep()
     rig.known = Known()
-    await Observer(rig.context).facts(rig.session, rig.known)
+    facts = await Observer(rig.context).facts(rig.session, rig.known)
     assert rig.known.token == Token(PLACE, NEW)
+    assert facts.memory.token_untold, "whether the sidecar knows of it cannot be seen"
     assert await rig.keep() is not None
     assert rig.tokens == (OLD, NEW)
+
+
+async def test_an_operator_that_starts_again_has_nothing_to_tell_of_a_token_that_stays() -> None:
+    rig = Rig()
+    await rig.keep()
+    rig.known = Known()
+    facts = await Observer(rig.context).facts(rig.session, rig.known)
+    assert (facts.token, facts.memory.token_untold) == (Token(PLACE, OLD), False)
 
 
 def test_the_longer_nobody_talks_the_less_often_is_looked() -> None:
