@@ -59,6 +59,38 @@ def test_the_example_ingress_leads_to_the_gateway() -> None:
     assert endpoint["DUPLEX_GATEWAY_ENDPOINT"] == f"wss://{rule['host']}{path['path']}"
 
 
+def notes(*values: str) -> list[str]:
+    """The commands that the chart prints."""
+    command = [render_charts.helm(), "install", "talk", str(render_charts.CHART)]
+    command += ["-n", "duplex-system", "--dry-run=client", *values]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.partition("Next:\n")[2].strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("values", "home"),
+    [
+        ((), "duplex-system"),
+        (("-f", str(render_charts.ROOT / "examples" / "helm" / "values.yaml")), "voice"),
+        (("--set", "networkPolicy.poolNamespaces={voice,duplex-system}"), "duplex-system"),
+        (("--set", "watchNamespaces={voice,lab}"), "voice"),
+        (
+            ("--set", "watchNamespaces={voice,lab},networkPolicy.poolNamespaces={other,lab}"),
+            "lab",
+        ),
+        (("--set", "watchNamespaces={voice},networkPolicy.poolNamespaces={other}"), "voice"),
+    ],
+    ids=["bare", "example", "own-among", "watched", "both", "disjoint"],
+)
+def test_the_notes_name_a_namespace_whose_pods_are_closed_off(
+    values: tuple[str, ...], home: str
+) -> None:
+    pool, session, test = (command.strip() for command in notes(*values))
+    assert pool == f"kubectl -n {home} apply -f examples/pool.yaml"
+    assert session.startswith(f"kubectl -n {home} apply -f examples/session.yaml")
+    assert test.startswith("helm test talk -n duplex-system")
+
+
 def test_helm_refuses_values_by_the_schema() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         render_charts.objects(SETS[0], "--set", "gateway.replica=2")

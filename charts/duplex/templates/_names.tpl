@@ -70,13 +70,18 @@ app.kubernetes.io/component: sidecar
 {{- end -}}
 {{- end }}
 
-{{/* Where the default pool and the test's session live: a namespace that the operator watches. */}}
+{{/*
+Where the default pool and the test's session live: a namespace that the operator watches, of those
+whose pods are closed off if any are named. The release's own comes before others.
+*/}}
 {{- define "duplex.homeNamespace" -}}
-{{- if or (empty .Values.watchNamespaces) (has .Release.Namespace .Values.watchNamespaces) -}}
-{{ .Release.Namespace }}
-{{- else -}}
-{{ first .Values.watchNamespaces }}
+{{- $named := .Values.networkPolicy.poolNamespaces | default .Values.watchNamespaces | default (list .Release.Namespace) -}}
+{{- $watched := list -}}
+{{- range $named -}}
+{{- if or (empty $.Values.watchNamespaces) (has . $.Values.watchNamespaces) }}{{ $watched = append $watched . }}{{ end -}}
 {{- end -}}
+{{- $found := $watched | default .Values.watchNamespaces -}}
+{{- if has .Release.Namespace $found }}{{ .Release.Namespace }}{{ else }}{{ first $found }}{{ end -}}
 {{- end }}
 
 {{- define "duplex.podSecurity" -}}

@@ -42,7 +42,7 @@ def status_page(status: dict[str, Any]) -> str:
         f"<style>{_STYLE}</style><h1>duplex sidecar: {verdict}</h1>"
         + _table((), facts)
         + "<h2>Stages</h2>"
-        + _table(("stage", "state", "generation", "since", "reason"), stages)
+        + _table(("stage", "state", "generation", "reached after", "reason"), stages)
         + "<h2>Sessions</h2>"
         + (_table(names, sessions) if sessions else "<p>none</p>")
     )

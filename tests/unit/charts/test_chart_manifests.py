@@ -276,6 +276,29 @@ def test_a_gateway_has_time_to_send_its_clients_on(name: str) -> None:
     assert pod["terminationGracePeriodSeconds"] >= grace_s + 10
 
 
+# --- where things live ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [("defaults", "duplex-system"), ("namespaced", "voice"), ("everything", "voice")],
+)
+def test_pool_and_test_live_where_policies_close_pods_off(name: str, home: str) -> None:
+    made = [*of_kind(name, "DuplexPool"), *of_kind(name, "Role", "RoleBinding")]
+    found = {
+        each["metadata"]["namespace"]
+        for each in made
+        if each["metadata"]["name"] == "talk-test" or each["kind"] == "DuplexPool"
+    }
+    closed = {
+        each["metadata"]["namespace"]
+        for each in of_kind(name, "NetworkPolicy")
+        if each["metadata"]["name"] == "talk-sidecar"
+    }
+    assert found == {home}
+    assert home in closed
+
+
 # --- who may speak with whom ---------------------------------------------------------------------
 
 
