@@ -121,7 +121,7 @@ class SessionActor:
         self._recovered = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         self._commands_went = False
-        """What was done last, if it was not a unit."""
+        """They were let before a unit that waits."""
         self._closing = False
         self._accepted_sample = 0
         self._asked_to_end: Ending | None = None
@@ -327,7 +327,7 @@ class SessionActor:
             return
         unit_waits = self._desk.has_unit
         if self._commands.waiting and not (unit_waits and self._commands_went):
-            self._commands_went = True
+            self._commands_went = unit_waits
             self._start(self._run_commands())
         elif unit_waits:
             self._commands_went = False

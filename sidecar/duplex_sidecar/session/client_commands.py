@@ -118,8 +118,11 @@ class CommandDesk:
         return True
 
     async def run(self, known: Conversation, speech: Speech) -> tuple[Conversation, Speech]:
-        """Carry out what waits. Raises what ends a session."""
-        while self._waiting:
+        """Carry out what waits now; what comes meanwhile waits for the next time, so that units and
+        the session's end get their turn. Raises what ends a session."""
+        for _ in range(len(self._waiting)):
+            if not self._waiting:
+                break  # acknowledgements that follow each other are one
             if isinstance(self._waiting[0], AcknowledgePlayback):
                 await self._acknowledge(speech)
                 continue
