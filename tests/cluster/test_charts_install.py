@@ -124,6 +124,16 @@ def test_every_pod_is_admitted_to_a_restricted_namespace(
             )
 
 
+@pytest.mark.parametrize("name", ["claim-tiny", "claims"])
+def test_what_fills_claims_is_admitted_as_it_is_written(
+    api_server: ApiServer, api_namespace: str, name: str
+) -> None:
+    file = str(ROOT / "examples" / f"{name}.yaml")
+    command = ("create", "--dry-run=server", "--validate=strict", "-f", file)
+    said = api_server.kubectl(*command, namespace=api_namespace)
+    assert said.count("created") == len(list(yaml.safe_load_all(Path(file).read_text())))
+
+
 def test_a_release_comes_and_goes_without_a_trace(
     api_server: ApiServer, api_namespace: str
 ) -> None:
