@@ -91,12 +91,11 @@ class Routes:
 
     async def lease(self, uid: str) -> LeaseView:
         """The session's lease by the ledger server's clock."""
-        meta_key = route_key(uid).removesuffix("route") + "meta"
 
         async def look() -> object:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.time()
-                pipeline.hmget(meta_key, "until", "nonce", "fence", "phase", "reason")
+                pipeline.hmget(_meta_key(uid), "until", "nonce", "fence", "phase", "reason")
                 return await pipeline.execute()
 
         time_of_day, fields = cast("tuple[tuple[int, int], list[str | None]]", await self._do(look))
@@ -114,8 +113,7 @@ class Routes:
     async def token_let_in(self, uid: str) -> str:
         """sha256 of the token that lets clients in by the ledger, until a message has come under
         the one that it was offered; "" for a session that has no ledger."""
-        meta_key = route_key(uid).removesuffix("route") + "meta"
-        return cast("str | None", await self._do(lambda: self._hget(meta_key, "token"))) or ""
+        return cast("str | None", await self._do(lambda: self._hget(_meta_key(uid), "token"))) or ""
 
     def _hget(self, key: str, field: str) -> Awaitable[Any]:
         return cast("Awaitable[Any]", self._redis.hget(key, field))
@@ -185,3 +183,8 @@ def _entries(answer: object) -> Iterable[tuple[str, str]]:
     for _, entries in streams:
         for entry, fields in entries:
             yield entry, fields.get(WAKE_FIELD, "")
+
+
+def _meta_key(uid: str) -> str:
+    """The ledger's record of the lease. Raises ValueError as `route_key`."""
+    return route_key(uid).removesuffix("route") + "meta"

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +52,7 @@ def show(session: str, *, url: Url, last: Count = 20) -> int:
     last
         How many units to list.
     """
-    return guarded(lambda: _look(url, session, last))
+    return guarded(lambda: _with_reader(url, lambda reader: _look(reader, session, last)))
 
 
 @app.command
@@ -123,21 +123,24 @@ def export(session: str, *, url: Url, output: OutputPath | None = None) -> int:
     return guarded(lambda: _with_loaded(url, session, lambda loaded: _export(loaded, output)))
 
 
+async def _with_reader(url: str, use: Callable[[LedgerReader], Awaitable[int]]) -> int:
+    reader = await LedgerReader.connect(url)
+    try:
+        return await use(reader)
+    finally:
+        await reader.close()
+
+
 async def _with_loaded(url: str, session: str, use: Callable[[LoadedSession], int]) -> int:
-    reader = await LedgerReader.connect(url)
-    try:
+    async def load(reader: LedgerReader) -> int:
         return use(await reader.load(session))
-    finally:
-        await reader.close()
+
+    return await _with_reader(url, load)
 
 
-async def _look(url: str, session: str, last: int) -> int:
-    reader = await LedgerReader.connect(url)
-    try:
-        loaded = await reader.load(session)
-        return _show(loaded, last, await reader.server_time_ms())
-    finally:
-        await reader.close()
+async def _look(reader: LedgerReader, session: str, last: int) -> int:
+    loaded = await reader.load(session)
+    return _show(loaded, last, await reader.server_time_ms())
 
 
 def owner_of(meta: SessionMeta, now_ms: int) -> str:

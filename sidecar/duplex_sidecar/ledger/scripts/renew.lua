@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Extends the lease of its recorded owner, also one that expired and that nobody took. Refreshes
--- the expiry of all keys once a minute, or twice in a retention that is shorter. The era stays that of the acquisition: whoever comes next has
--- to step over the fences of owners that this server may have missed.
+-- the expiry of all keys once a minute, or twice in a retention that is shorter. The era stays that
+-- of the acquisition: whoever comes next has to step over the fences of owners that this server may
+-- have missed.
 -- KEYS all, meta first
 -- ARGV fence nonce lease_ms
 local meta = read_meta()
