@@ -51,8 +51,8 @@ def _address(_: Any, url: str | None) -> None:
         parse_address(url)
 
 
-def _finite(_: Any, number: float) -> None:
-    if not math.isfinite(number):
+def _finite(_: Any, number: float | None) -> None:
+    if number is not None and not math.isfinite(number):
         raise ValueError("Must be a number that is finite.")
 
 
