@@ -14,11 +14,13 @@ from support.patience import PATIENT
 from duplex_sidecar.cli.ledger import erase, verify
 from duplex_sidecar.cli.ledger_carrying import archive, import_archive
 from duplex_sidecar.cli.ledger_sweeping import sweep
+from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.ledger.archive import MAGIC, read_archive, write_archive
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LedgerCorrupt, SessionErased, SessionExists
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.media import Trim
+from duplex_sidecar.ledger.pending import PendingErasures
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 from duplex_sidecar.ledger.store import Ledger
 
@@ -187,14 +189,32 @@ async def test_the_verbs_carry_sweep_and_erase(
     assert 0 < await server.pttl(session_keys(twin).meta) <= 7 * 24 * 3600 * 1000
     await server.aclose()
 
+    never = f"{session}-never"
+
     def erasing() -> None:
         assert erase(session, url=url, yes=True) == 0
         assert erase(session, url=url, yes=True) == 0
         assert erase("no/name", url=url, yes=True) == 2
+        assert erase(never, url=url, yes=True) == 2
+        assert erase(never, url=url, yes=True, even_unknown=True) == 0
         assert erase(session, url=f"unix://{tmp_path}/none", yes=True, patience_s=0.0) == 2
 
     await asyncio.to_thread(erasing)
-    assert "may be there still" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"session {never}: not in the ledger, nothing erased" in told
+    assert "may be there still" in told
+    assert await ledger.phase(never) is Phase.ERASED
+
+
+async def test_a_name_that_is_refused_stays_free(
+    valkey: EmbeddedValkey, ledger: Ledger, session: str
+) -> None:
+    order = lambda: erase(session, url=valkey.url, yes=True)  # noqa: E731
+    assert await asyncio.to_thread(order) == 2
+    assert PendingErasures(default_cache_dir(), valkey.url).sessions() == []
+    await Writer.create(ledger, session)
+    assert await asyncio.to_thread(order) == 0
+    assert await ledger.phase(session) is Phase.ERASED
 
 
 async def test_an_erasure_waits_for_a_server_that_is_away(

@@ -283,6 +283,7 @@ def run(*arguments: str) -> int:
 async def test_show_verify_and_export(
     valkey: EmbeddedValkey,
     ledger: Ledger,
+    raw: Redis,
     session: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -295,6 +296,10 @@ async def test_show_verify_and_export(
     text = capsys.readouterr().out
     assert "unit 4 committed, unit 5 accepted" in text
     assert "replica-a" in text
+    assert "ran out" not in text
+    await raw.hset(session_keys(session).meta, "until", "1")
+    assert await in_thread(run, "show", session, "--url", valkey.url) == 0
+    assert "nobody: the lease of replica-a (fence 1) ran out" in capsys.readouterr().out
     assert await in_thread(run, "verify", session, "--url", valkey.url) == 0
     assert "4 units" in capsys.readouterr().out
     assert (

@@ -17,17 +17,23 @@ from duplex_sidecar.cli.inputs import Count, Duration, InputFile, OutputPath, os
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.output import written
 from duplex_sidecar.cli.places import default_cache_dir
-from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
+from duplex_sidecar.ledger.errors import (
+    LedgerCorrupt,
+    LedgerError,
+    LedgerUnavailable,
+    SessionUnknown,
+)
 from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.pending import PendingErasures
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.records import Committed
 from duplex_sidecar.ledger.server import Durability
-from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.ledger.session_view import LoadedSession, SessionMeta
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
 RETRY_EVERY_S = 0.5
+UNKNOWN = "not in the ledger, nothing erased (--even-unknown refuses the id all the same)"
 
 app = App(name="ledger", help="Look at a session's ledger, check it, carry it, erase it.")
 app.command(carrying.archive)
@@ -46,7 +52,7 @@ def show(session: str, *, url: Url, last: Count = 20) -> int:
     last
         How many units to list.
     """
-    return guarded(lambda: _with_loaded(url, session, lambda loaded: _show(loaded, last)))
+    return guarded(lambda: _look(url, session, last))
 
 
 @app.command
@@ -78,6 +84,7 @@ def erase(
     yes: Annotated[bool, Parameter(negative="")] = False,
     patience_s: Duration = 60.0,
     durability: Durability = Durability.MEMORY,
+    even_unknown: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Erase everything of a session. Its id is refused for a week; what a server's append-only
     file and its backups hold is rewritten or runs out by their own rules. While the server is away
@@ -93,11 +100,13 @@ def erase(
         How long to wait for a server that is away.
     durability
         With `replicated`, a replica has confirmed the erasure, too.
+    even_unknown
+        Refuse the id for a week although the ledger has no such session.
     """
     if not yes:
         print("nothing erased: say --yes", file=sys.stderr)
         return 2
-    return guarded(lambda: _erase(url, session, patience_s, durability))
+    return guarded(lambda: _erase(url, session, patience_s, durability, even_unknown))
 
 
 @app.command
@@ -122,10 +131,28 @@ async def _with_loaded(url: str, session: str, use: Callable[[LoadedSession], in
         await reader.close()
 
 
-def _show(loaded: LoadedSession, last: int) -> int:
+async def _look(url: str, session: str, last: int) -> int:
+    reader = await LedgerReader.connect(url)
+    try:
+        loaded = await reader.load(session)
+        return _show(loaded, last, await reader.server_time_ms())
+    finally:
+        await reader.close()
+
+
+def owner_of(meta: SessionMeta, now_ms: int) -> str:
+    """now_ms: by the server's clock. What of a crashed owner's lease is left is no owner."""
+    if not meta.replica:
+        return "nobody"
+    owner = f"{meta.replica} (fence {meta.fence})"
+    ago_s = (now_ms - meta.lease_until_ms) / 1000
+    return owner if ago_s < 0 else f"nobody: the lease of {owner} ran out {ago_s:.0f} s ago"
+
+
+def _show(loaded: LoadedSession, last: int, now_ms: int) -> int:
     meta = loaded.meta
     console = Console()
-    owner = f"{meta.replica} (fence {meta.fence})" if meta.replica else "nobody"
+    owner = owner_of(meta, now_ms)
     opened = "" if meta.head.open_seq is None else f", unit {meta.head.open_seq} accepted"
     console.print(f"session {loaded.session}: {meta.phase} {meta.reason}".rstrip())
     console.print(f"owner {owner}, voice {loaded.opening.voice}")
@@ -143,16 +170,23 @@ def _show(loaded: LoadedSession, last: int) -> int:
     return 0
 
 
-async def _erase(url: str, session: str, patience_s: float, durability: Durability) -> int:
+async def _erase(
+    url: str, session: str, patience_s: float, durability: Durability, even_unknown: bool
+) -> int:
     session_keys(session)  # a wrong name is told before any waiting
     options = LedgerOptions(durability=durability)
     pending = PendingErasures(default_cache_dir(), url)
+    even_unknown = even_unknown or session in pending.sessions()
     pending.add(session)
     until = time.monotonic() + patience_s
     while True:
         try:
             ledger = await Ledger.connect(url, options)
             try:
+                if not even_unknown and await ledger.phase(session) is None:
+                    # A slip of the pen must not block a name for a week.
+                    pending.done(session)
+                    raise SessionUnknown(session, UNKNOWN)
                 keys = await ledger.erase(session)
             finally:
                 await ledger.close()
