@@ -51,6 +51,8 @@ from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 LEAST_SPEECH_S = 60
 OUTPUT_BYTES = 16 * 1024 * 1024
+REBUILD_SPAN = '"name": *"duplex.window.rebuild"'
+"""A line of the traces holds many spans: occurrences are to be counted, not lines."""
 OUTPUT_FILES = ("reply.wav", "timeline.png", "spans.jsonl", "ledger.jsonl")
 
 
@@ -378,7 +380,7 @@ def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds:
     console.print(
         f"  listen     {out / 'reply.wav'}\n"
         f"  look       {out / 'timeline.png'}\n"
-        f"  traces     grep -c duplex.window.rebuild {out / 'spans.jsonl'}\n"
+        f"  rebuilds   grep -o '{REBUILD_SPAN}' {out / 'spans.jsonl'} | wc -l\n"
         f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
         "  go on      .venv/bin/duplex run -f examples/session.yaml --audio FILE\n"
         "  check up   .venv/bin/duplex doctor",

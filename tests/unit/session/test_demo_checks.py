@@ -1,8 +1,10 @@
 """What the demo says of its kill: told apart from what only looks like it."""
 
+import subprocess
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 from rich.console import Console
@@ -203,6 +205,17 @@ def test_the_demo_fails_where_something_claimed_does_not_hold(
     console = Console(record=True, width=300)
     assert summary(console, tmp_path, talk, kill, 1.0) == status
     assert console.export_text().strip().startswith("FAILED" if status else "OK")
+
+
+def test_the_hint_counts_rebuilds_and_not_exports(tmp_path: Any) -> None:
+    console = Console(record=True, width=300)
+    summary(console, tmp_path, Talk(units=[unit(1, "one")]), None, 1.0)
+    hint = next(line for line in console.export_text().splitlines() if "rebuilds  " in line)
+    spans = [{"name": "duplex.window.rebuild"}, {"name": "duplex.unit"}]
+    (tmp_path / "spans.jsonl").write_bytes(msgspec.json.encode(spans * 3) + b"\n")
+    command = hint.strip().removeprefix("rebuilds").strip()
+    counted = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert int(counted.stdout) == 3
 
 
 def test_the_commands_at_the_end_are_called_alike(tmp_path: Any) -> None:
