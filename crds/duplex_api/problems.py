@@ -16,5 +16,6 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        where = self.path if self.line is None else f"line {self.line}: {self.path}"
-        return f"{where}: {self.message}" + (f" (allowed: {self.allowed})" if self.allowed else "")
+        line = "" if self.line is None else f"line {self.line}"
+        said = ": ".join(part for part in (line, self.path, self.message) if part)
+        return said + (f" (allowed: {self.allowed})" if self.allowed else "")

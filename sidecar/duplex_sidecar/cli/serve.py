@@ -85,7 +85,7 @@ def serve(
             if from_environment:
                 return run_sidecar(_from_environment(own))
             if config is not None:
-                return run_sidecar(msgspec.json.decode(config.read_bytes(), type=SidecarSettings))
+                return run_sidecar(_from_file(config))
             cache_dir = default_cache_dir().absolute()
             valkey = EmbeddedValkey(cache_dir / "ledger") if redis_url is None else None
             settings = SidecarSettings(
@@ -176,6 +176,15 @@ def _own_folder() -> Generator[Path]:
     """For sockets, logs and the admin token; of this user alone, and gone with this process."""
     with tempfile.TemporaryDirectory(prefix="duplex-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+def _from_file(config: Path) -> SidecarSettings:
+    """Raises OSError, and ValueError that names the file."""
+    data = config.read_bytes()
+    try:
+        return msgspec.json.decode(data, type=SidecarSettings)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{config}: {error}") from None
 
 
 def _from_environment(own: ExitStack) -> SidecarSettings:

@@ -11,6 +11,7 @@ from cyclopts.argument import Argument
 from duplex_api.manifest import ManifestError
 from duplex_sidecar.cli.main import app
 from duplex_sidecar.cli.manifest_file import read_manifest
+from duplex_sidecar.cli.serve import serve
 
 pytestmark = pytest.mark.unit
 
@@ -111,6 +112,31 @@ def test_a_value_that_cannot_be_meant(
     told = refusal(chain, [*needed(verb, argument.name), given(argument, value)], capsys)
     assert argument.name in told
     assert "hidden" not in told
+
+
+@pytest.mark.parametrize(
+    ("chain", "verb"), [pytest.param(*one, id=" ".join(one[0])) for one in verbs()]
+)
+def test_what_may_be_left_out_may_be_left_out(chain: tuple[str, ...], verb: App) -> None:
+    """Only read, never called."""
+    app.parse_args([*chain, *needed(verb, "")])
+
+
+def test_a_problem_of_the_whole_file_has_no_path(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_bytes((Path(__file__).parents[3] / "examples" / "pool.yaml").read_bytes())
+    with pytest.raises(ManifestError, match=r"\Aholds no DuplexSession"):
+        read_manifest(file)
+
+
+def test_settings_that_cannot_be_read_name_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.json"
+    for text in ('{"checkpoint": "c", "slotz": 4}', "{", '{"slots": "four"}'):
+        file.write_text(text)
+        assert serve(config=file) == 2
+        assert capsys.readouterr().err.startswith(f"duplex serve: {file}: ")
 
 
 @pytest.mark.parametrize(("chain", "verb", "argument"), NEEDED)
