@@ -33,11 +33,16 @@ def view_pods(
     context: Context, spec: ResolvedPool, pods: Sequence[PodObject], deleted: Collection[str]
 ) -> list[PodView]:
     """deleted: uids of pods whose deletion was asked for and is not seen yet."""
-    # With the ledger away none is ready, and new ones would not be either.
-    others_ready = any(pod.ready for pod in pods)
-    stuck_ms = spec.startup_timeout_ms + STUCK_MARGIN_MS
-    stuck_before_ms = context.now_ms() - stuck_ms if others_ready else 0
+    stuck_before_ms = stuck_before(pods, spec.startup_timeout_ms, context.now_ms())
     return [_view_pod(context, spec, pod, deleted, stuck_before_ms) for pod in pods]
+
+
+def stuck_before(pods: Sequence[PodObject], startup_timeout_ms: int, now_ms: int) -> int:
+    """A pod that has not been ready since then is stuck; 0: none is. With the ledger away none is
+    ready, and new ones would not be either; when it is back they do not become so all at once."""
+    settled_ms = now_ms - STUCK_MARGIN_MS
+    others_ready = any(pod.ready and pod.readiness_changed_ms <= settled_ms for pod in pods)
+    return now_ms - startup_timeout_ms - STUCK_MARGIN_MS if others_ready else 0
 
 
 def _view_pod(

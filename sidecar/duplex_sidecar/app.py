@@ -34,6 +34,7 @@ from duplex_sidecar.contract.recorder_stages import Recorder
 from duplex_sidecar.doors.openai_realtime import serve_realtime
 from duplex_sidecar.ledger.errors import LedgerUnavailable
 from duplex_sidecar.ledger.pending import PendingErasures, keep_finishing_erasures
+from duplex_sidecar.ledger.reach import LedgerReach
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError
 from duplex_sidecar.protocol.errors import ErrorCode as Code
@@ -90,6 +91,7 @@ class Sidecar:
         self.feed = Feed(self.roster, self.hello)
         self.sessions: SessionRegistry | None = None
         self.ledger: Ledger | None = None
+        self._reach: LedgerReach | None = None
         self._background: tuple[asyncio.Task[None], ...] = ()
 
     async def start(self) -> None:
@@ -115,12 +117,14 @@ class Sidecar:
             assembly,
             ledger,
             self.roster,
-            lambda: self.problem is None,
+            lambda: self.hindrance is None,
             placed=bool(self.settings.pod_uid),
             keep_erasure=pending.add,
         )
         reconciler = Reconciler(assembly.stages, self.roster.ids)
+        self._reach = LedgerReach(ledger.ping, self._on_ledger_change)
         self._background = (
+            asyncio.create_task(self._reach.run(), name="ledger reach"),
             asyncio.create_task(reconciler.run(), name="reconciler"),
             asyncio.create_task(keep_finishing_erasures(ledger, pending), name="erasures"),
         )
@@ -152,13 +156,23 @@ class Sidecar:
         )
 
     @property
-    def problem(self) -> str | None:
-        """What keeps this replica from serving, None when it serves."""
+    def hindrance(self) -> str | None:
+        """What keeps this replica from taking any call. A ledger that was there and is away is
+        none: each call is refused by that name, and sessions go on waiting for it."""
         for stage in STAGES:
             report = self.supervisor.report(stage)
             if report.state is not StageState.READY:
                 return f"{stage}: {report.state}: {report.reason}"
         return "ledger: connecting" if self.sessions is None else None
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps this replica from serving, None when it serves."""
+        return self.hindrance or self._ledger_away
+
+    @property
+    def _ledger_away(self) -> str | None:
+        return "ledger: away" if self._reach is not None and self._reach.away else None
 
     @property
     def waits_for(self) -> str | None:
@@ -223,6 +237,10 @@ class Sidecar:
         recorder = Recorder(Path(folder), self.model.vocabulary, self.model.max_talker_tokens)
         return recorder.stages_of
 
+    def _on_ledger_change(self, reachable: bool) -> None:
+        self.metrics.ledger_reachable(reachable)
+        self.roster.changed()  # the feed says at once whether this replica is ready
+
     def _on_stage_health(self, health: HealthReport) -> None:
         preemptions = health.limits.get("preemptions")
         if preemptions is not None:
@@ -276,7 +294,7 @@ def create_apps(
         settings.slots,
     )
     router = admin_router(
-        lambda: sidecar.sessions, lambda: sidecar.problem is None, sidecar.feed, voices
+        lambda: sidecar.sessions, lambda: sidecar.hindrance is None, sidecar.feed, voices
     )
 
     @contextlib.asynccontextmanager

@@ -17,8 +17,9 @@ from support.realtime import UNIT_BYTES, RealtimeClient, conversing, joined
 from support.sidecars import get
 from support.talks import CONTEXT, undisturbed
 
-from duplex_sidecar.client.local_sidecar import ApiError
+from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.reach import ASK_PERIOD_S, AWAY_AFTER_S
 
 pytestmark = pytest.mark.fault
 
@@ -114,6 +115,48 @@ async def test_a_ledger_that_goes_away_in_mid_conversation(
         records = await committed_units(arena.bed.valkey.url, client.session)
         assert_input_is_whole(records)
         assert tokens_of(records) == alone.tokens
+
+
+def readiness(sidecar: LocalSidecar, expected: int) -> tuple[str, float]:
+    """What `/readyz` says once its status is the expected one, and after how many seconds."""
+    began = time.monotonic()
+    while (answer := get(sidecar, "/readyz"))[0] != expected:
+        assert time.monotonic() - began < PATIENCE_S
+        time.sleep(0.05)
+    return answer[1], time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+async def test_a_ledger_that_is_away_is_told_where_people_look(
+    arena: Arena, how: signal.Signals
+) -> None:
+    """With no session: not ready after some seconds, alive, and ready again at once."""
+    sidecar = arena.one()
+    async with outage(arena, how) as away:
+        before = len(sidecar.log.read_text())
+        await asyncio.to_thread(away.begin)
+        body, after_s = await asyncio.to_thread(readiness, sidecar, 503)
+        assert '"waiting_for":"ledger: away"' in body
+        assert after_s < AWAY_AFTER_S + 2 * ASK_PERIOD_S
+        assert get(sidecar, "/livez")[0] == 200
+        assert "ledger: away" in get(sidecar, "/statusz")[1]
+        assert _reachable(sidecar) == 0
+        await asyncio.to_thread(away.end)
+        _, after_s = await asyncio.to_thread(readiness, sidecar, 200)
+        assert after_s < 2
+        assert "ledger: away" not in get(sidecar, "/statusz")[1]
+        assert _reachable(sidecar) == 1
+        told = sidecar.log.read_text()[before:]
+        assert told.count("the ledger does not answer") == 1
+        assert told.count("the ledger is back") == 1
+
+
+def _reachable(sidecar: LocalSidecar) -> float:
+    """As on `/metrics`."""
+    lines = get(sidecar, "/metrics")[1].splitlines()
+    return float(
+        next(line for line in lines if line.startswith("duplex_ledger_reachable")).split()[-1]
+    )
 
 
 async def test_input_that_was_refused_can_be_sent_again(arena: Arena) -> None:

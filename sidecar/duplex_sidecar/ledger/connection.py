@@ -8,7 +8,7 @@ has its key, and where that node points.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -109,6 +109,22 @@ class Connection:
         commands = [("SCRIPT", "LOAD", scripts.source(name)) for name in ScriptName]
         for node in self._nodes.all():
             await self._read("", commands, node)
+
+    async def ping(self) -> None:
+        """Returns when every server that holds keys has answered; raises `LedgerUnavailable`, or
+        what else its refusal means, in the time of one call and one search."""
+        self._require_open("")
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                for node in self._nodes.all():
+                    await cast("Awaitable[Any]", node.redis.execute_command("PING"))
+            raise_if_cancelled()
+        except _ERRORS as error:
+            raise_if_cancelled()
+            action = action_of(error)
+            if action in (Action.FIND_PRIMARY, Action.RESOLVE):
+                await self._find_again(action)
+            raise self._refusal("", error) from error
 
     async def _look_again(self) -> None:
         """For the primary, or for who has which slots."""

@@ -93,6 +93,10 @@ class Ledger:
     async def close(self) -> None:
         await self._connection.close()
 
+    async def ping(self) -> None:
+        """Whether it answers now; see `Connection.ping`."""
+        await self._connection.ping()
+
     # --- reading --------------------------------------------------------------------------------
 
     async def exists(self, session: str) -> bool:

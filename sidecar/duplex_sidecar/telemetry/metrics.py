@@ -98,6 +98,9 @@ class Metrics:
             "Time of a ledger call",
             explicit_bucket_boundaries_advisory=_LEDGER_MS,
         )
+        self._ledger_reachable = meter.create_gauge(
+            names.METRIC_LEDGER_REACHABLE, "1", "1 while the ledger answers, 0 while it does not"
+        )
         self._epochs = meter.create_counter(
             names.METRIC_STAGE2_EPOCHS, "{epoch}", "Stage-2 epochs by cause"
         )
@@ -147,6 +150,9 @@ class Metrics:
 
     def ledger_call(self, call: names.LedgerCall, elapsed_ms: float) -> None:
         self._note(self._ledger_time.record, elapsed_ms, {names.LEDGER_CALL: call.value})
+
+    def ledger_reachable(self, reachable: bool) -> None:
+        self._ledger_reachable.set(int(reachable))
 
     @contextmanager
     def timed_ledger_call(self, call: names.LedgerCall) -> Generator[None]:

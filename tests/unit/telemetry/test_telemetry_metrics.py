@@ -32,6 +32,7 @@ def test_every_number_is_on_the_page() -> None:
     metrics.stage_restarted(names.StageName.CODE2WAV)
     metrics.sessions_live(3)
     metrics.ledger_call(names.LedgerCall.COMMIT, 0.4)
+    metrics.ledger_reachable(True)
     metrics.epoch(names.EpochCause.TURN_END)
     metrics.envelope_refused("stale_cache_epoch")
     samples = samples_of(metrics)
@@ -47,6 +48,7 @@ def test_every_number_is_on_the_page() -> None:
         'duplex_stage_restarts_total{duplex_stage="code2wav"}': 1,
         "duplex_sessions_live": 3,
         'duplex_ledger_time_milliseconds_sum{duplex_ledger_call="commit"}': 0.4,
+        "duplex_ledger_reachable": 1,
         'duplex_stage2_epochs_total{duplex_stage2_cause="turn_end"}': 1,
         'duplex_envelopes_refused_total{duplex_envelope_reason="stale_cache_epoch"}': 1,
     }.items():
