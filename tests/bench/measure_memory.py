@@ -29,23 +29,39 @@ FULL_S = KEPT_MS / 1000 + 5
 JUDGED_UNITS, UNTIL_FULL_UNITS = 600, 400
 OFF_UNITS = 2_000
 """Sessions without a window end at the model's length: only the last third of each is judged."""
+LOOKS = 5
+"""A look may fall into the middle of a unit and see what that unit works in (20 MiB in a vocoder);
+what a process keeps is the least of so many."""
 MAX_FILLS = 6
 """What has not come to rest after these is judged as it is."""
 
 
+Look = tuple[int, Mapping[str, int], int]
+"""The unit, `Memory.own_kib` by role, that of the ledger's server."""
+
+
 @dataclass
-class _Track:
-    """`Memory.own_kib` by role, at each of `units`."""
+class Track:
+    """What each process kept at each of `units`, by role."""
 
     units: list[int] = field(default_factory=list[int])
     own_kib: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     ledger_kib: list[int] = field(default_factory=list[int])
 
+    def add(self, looks: Sequence[Look]) -> None:
+        """One point of it: of each process the least of these looks."""
+        self.units.append(looks[-1][0])
+        for role in looks[0][1]:
+            self.own_kib.setdefault(role, []).append(
+                min(seen[role] for _, seen, _ in looks if role in seen)
+            )
+        self.ledger_kib.append(min(kib for _, _, kib in looks))
+
 
 def measure_memory(rig: Rig, sidecar: LocalSidecar) -> tuple[list[Figure], dict[str, object]]:
     """Raises Broken."""
     units, full_s, every = (
-        (60, 1.5, 4) if rig.quick else (UNTIL_FULL_UNITS + JUDGED_UNITS, FULL_S, 15)
+        (60, 1.5, 1) if rig.quick else (UNTIL_FULL_UNITS + JUDGED_UNITS, FULL_S, 3)
     )
     figures: list[Figure] = []
     fills = [] if rig.quick else _fill(rig, sidecar)
@@ -107,10 +123,11 @@ def at_rest(own_kib: Sequence[Mapping[str, int]]) -> bool:
 
 def _follow(
     rig: Rig, sidecar: LocalSidecar, scenario: Scenario, units: int, full_s: float, every: int
-) -> tuple[_Track, Run]:
-    """Memory at every few units of a session that is full_s old, and the conversation itself."""
+) -> tuple[Track, Run]:
+    """Memory at every few units of a session that is full_s old, the least of `LOOKS` looks each,
+    and the conversation itself."""
     root = root_process(sidecar)
-    track = _Track()
+    track = Track()
     began_s = 0.0
 
     def look(number: int, seq: int) -> None:
@@ -118,16 +135,18 @@ def _follow(
         began_s = time.monotonic() if seq == 1 else began_s
         if time.monotonic() - began_s < full_s or number % every:
             return
-        track.units.append(number)
-        for role, one in memory_by_role(root).items():
-            track.own_kib.setdefault(role, []).append(one.own_kib)
-        if (pid := rig.valkey.pid) is not None:
-            track.ledger_kib.append(memory(pid).own_kib)
+        seen = {role: one.own_kib for role, one in memory_by_role(root).items()}
+        ledger_kib = 0 if rig.valkey.pid is None else memory(rig.valkey.pid).own_kib
+        looks.append((number, seen, ledger_kib))
+        if len(looks) == LOOKS:
+            track.add(looks)
+            looks.clear()
 
+    looks: list[Look] = []
     return track, converse(rig, sidecar, scenario, units, on_unit=look)
 
 
-def _slopes(mode: str, track: _Track, judge_stages: bool) -> list[Figure]:
+def _slopes(mode: str, track: Track, judge_stages: bool) -> list[Figure]:
     """KiB that a process grows by with each unit: the sidecar and each stage with its engine.
     judge_stages: their pools are full, so that they have to be flat too."""
     figures: list[Figure] = []
