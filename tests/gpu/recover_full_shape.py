@@ -21,7 +21,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,7 +79,8 @@ HEARD_UNITS = LISTENING_UNITS + SPEAKING_UNITS + LISTENING_UNITS + 2
 IN_FLIGHT_S = 0.05
 """A kill comes so long after the last slice of a unit."""
 POLL_S = 0.005
-READY_S, LOSS_S, GONE_S = 420.0, 240.0, 60.0
+LOG_LINES = 8
+READY_S, LOSS_S, GONE_S = 420.0, 180.0, 60.0
 GPU_SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "max_model_tokens": 4096,
@@ -359,7 +360,11 @@ async def warm_up(sidecars: Sequence[LocalSidecar]) -> None:
 
 
 def recover(
-    result: dict[str, Any], checkpoint: Path, losses: Sequence[str], settings: dict[str, Any]
+    result: dict[str, Any],
+    checkpoint: Path,
+    losses: Sequence[str],
+    settings: dict[str, Any],
+    save: Callable[[], None],
 ) -> None:
     """Fills the result in as it goes. Raises SidecarFailed, ConversationFailed."""
     script = bench_script(load_vocabulary(checkpoint))
@@ -383,7 +388,7 @@ def recover(
                 **(usual | settings),
             )
             stack.callback(sidecar.stop)
-            stack.callback(print_logs, sidecar)
+            stack.callback(print_logs, sidecar, LOG_LINES)
             sidecar.start()
             sidecars.append(sidecar)
         began = time.monotonic()
@@ -401,6 +406,7 @@ def recover(
             result["losses"].append(facts)
             result["violations"] += [f"{what}: {text}" for text in wrong]
             print(json.dumps(facts), *wrong, sep="\n", flush=True)
+            save()
 
 
 def main() -> int:
@@ -435,10 +441,14 @@ def main() -> int:
     settings = {"cuda_graphs": arguments.graphs} | GPU_SETTINGS
     if arguments.device == "cpu":
         settings = {"cache_dir": str(default_cache_dir())}
-    try:
-        recover(result, checkpoint, losses, settings)
-    finally:
+
+    def save() -> None:
         arguments.result.write_text(json.dumps(result, indent=2) + "\n")
+
+    try:
+        recover(result, checkpoint, losses, settings, save)
+    finally:
+        save()
         print(json.dumps(result, indent=2))
     print(*result["violations"], sep="\n")
     return 1 if result["violations"] else 0
