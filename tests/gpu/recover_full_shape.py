@@ -32,8 +32,9 @@ from duplex_sidecar.checkpoint.presets import FULL_LAYERS
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.client.conversation import OUTPUT_RATE_HZ, Conversation, ConversationFailed
-from duplex_sidecar.client.local_sidecar import LocalSidecar
+from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.errors import LedgerError
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.records import Redo
 from duplex_sidecar.ledger.session_view import LoadedSession
@@ -168,11 +169,10 @@ async def lose(house: House, what: str) -> tuple[dict[str, Any], list[str]]:
         talking = [asyncio.create_task(caller.conversation.run()) for caller in callers]
         try:
             async with asyncio.timeout(LOSS_S):
-                await until_under_way(callers, talking)
                 if what == SIDECAR:
-                    loss = await lose_sidecar(house, address, callers)
+                    loss = await lose_sidecar(house, address, callers, talking)
                 else:
-                    loss = await lose_stage(house, what, callers)
+                    loss = await lose_stage(house, what, callers, talking)
                 await asyncio.gather(*talking)
         except (ConversationFailed, TimeoutError) as error:
             heard = [len(caller.conversation.talk.units) for caller in callers]
@@ -194,9 +194,10 @@ async def lose(house: House, what: str) -> tuple[dict[str, Any], list[str]]:
     return facts, wrong
 
 
-async def until_under_way(
-    callers: Sequence[Caller], talking: Sequence["asyncio.Task[Any]"]
-) -> None:
+Talking = Sequence["asyncio.Task[Any]"]
+
+
+async def until_under_way(callers: Sequence[Caller], talking: Talking) -> None:
     """Until the unit that is to be struck is under way in all of them. Raises what a talk does."""
     while not all(caller.is_under_way for caller in callers):
         for task in talking:
@@ -206,14 +207,16 @@ async def until_under_way(
     await asyncio.sleep(IN_FLIGHT_S)
 
 
-async def lose_stage(house: House, stage: str, callers: Sequence[Caller]) -> Loss:
+async def lose_stage(house: House, stage: str, callers: Sequence[Caller], talking: Talking) -> Loss:
     """Kills its process; returns when it is ready again."""
     sidecar = house.serving
     process = sidecar.stage_process(stage)
     assert process is not None
     tree = [process, *process.children(recursive=True)]
-    victim_gib, before_gib = held_gib(one.pid for one in tree), used_gib()
+    victim_gib = await asyncio.to_thread(held_gib, [one.pid for one in tree])
     violations: list[str] = []
+    await until_under_way(callers, talking)
+    before_gib = used_gib()
     replies = [len(caller.conversation.talk.replies) for caller in callers]
     with Ebb() as ebb:
         at_s = time.monotonic()
@@ -241,12 +244,16 @@ async def until_ready(sidecar: LocalSidecar, since_s: float, *, wanted: bool) ->
     return time.monotonic() - since_s
 
 
-async def lose_sidecar(house: House, address: OneAddress, callers: Sequence[Caller]) -> Loss:
+async def lose_sidecar(
+    house: House, address: OneAddress, callers: Sequence[Caller], talking: Talking
+) -> Loss:
     """Kills all its processes. The spare one, which is told of it, serves from then on."""
     victim, spare = house.serving, house.spare
     assert spare is not None
     tree = victim.tree()
-    victim_gib, before_gib = held_gib(one.pid for one in tree), used_gib()
+    victim_gib = await asyncio.to_thread(held_gib, [one.pid for one in tree])
+    await until_under_way(callers, talking)
+    before_gib = used_gib()
     replies = [len(caller.conversation.talk.replies) for caller in callers]
     with Ebb() as ebb:
         at_s = time.monotonic()
@@ -402,7 +409,10 @@ def recover(
             result["gpu_gib_of_a_sidecar"] = round(taken_gib / len(sidecars), 2)
         house = House(valkey.url, script, sidecars[0], sidecars[1] if len(sidecars) > 1 else None)
         for what in losses:
-            facts, wrong = asyncio.run(lose(house, what))
+            try:
+                facts, wrong = asyncio.run(lose(house, what))
+            except (ApiError, LedgerError, OSError) as error:
+                facts, wrong = {"lost": what}, [f"could not be held: {error}"]
             result["losses"].append(facts)
             result["violations"] += [f"{what}: {text}" for text in wrong]
             print(json.dumps(facts), *wrong, sep="\n", flush=True)
