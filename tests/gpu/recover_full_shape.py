@@ -31,12 +31,11 @@ from duplex_sidecar.checkpoint.config import read_config
 from duplex_sidecar.checkpoint.presets import FULL_LAYERS
 from duplex_sidecar.checkpoint.tokenizer import load_vocabulary
 from duplex_sidecar.cli.places import default_cache_dir
-from duplex_sidecar.client.conversation import OUTPUT_RATE_HZ, Conversation, ConversationFailed
+from duplex_sidecar.client.conversation import Conversation, ConversationFailed
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LedgerError
 from duplex_sidecar.ledger.reader import LedgerReader
-from duplex_sidecar.ledger.records import Redo
 from duplex_sidecar.ledger.session_view import LoadedSession
 from duplex_sidecar.stages.launch import STAGES
 from tests.bench.processes import kill_at_once
@@ -54,6 +53,7 @@ from tests.gpu.full_shape import (
 )
 from tests.gpu.gpu_memory import Ebb, held_gib, used_gib
 from tests.gpu.one_address import OneAddress
+from tests.gpu.recovery_figures import rounded, told_of
 from tests.gpu.recovery_judge import (
     GIVEN_BACK,
     Memory,
@@ -187,7 +187,7 @@ async def lose(house: House, what: str) -> tuple[dict[str, Any], list[str]]:
         talk, at_kill = caller.conversation.talk, loss.at_kill[number]
         struck = Struck(talk, SECONDS, house.script, loss.replies[number], at_kill, end)
         wrong += [f"session {number + 1}: {text}" for text in judged(struck, loss)]
-        told.append(told_of(caller, struck, loss))
+        told.append(told_of(struck, loss.at_s, loss.then, caller.resumed_at_s))
     facts = {"lost": what, **loss.facts, "sessions": told}
     if loss.memory is not None:
         facts["gpu_gib"] = rounded(asdict(loss.memory))
@@ -294,66 +294,6 @@ def judged(struck: Struck, loss: Loss) -> Iterator[str]:
     yield from who_answered(struck, loss.first, loss.then)
     if loss.what in LOSE_SOUND:
         yield from whether_a_new_epoch_began(struck)
-
-
-def told_of(caller: Caller, struck: Struck, loss: Loss) -> dict[str, Any]:
-    """Figures of one session, seconds from the kill. waited: from a unit's last sample to its
-    `duplex.unit`, which comes behind its sound; only of units that the loss made wait."""
-    talk = struck.talk
-    behind = [unit for unit in talk.units if talk.done_at_s[unit["unit"]] > loss.at_s]
-    answered = [unit for unit in behind if unit["replica"] == loss.then]
-    sounded = [unit for unit in answered if unit["audio_samples"]]
-    first, sound = next(iter(answered), None), next(iter(sounded), None)
-    open_unit, next_epoch = struck.at_kill.open_unit, struck.next_epoch
-    redos = sum(isinstance(entry.record, Redo) for entry in struck.end.entries)
-    waited = [talk.done_at_s[unit["unit"]] - talk.sent_at_s[unit["unit"]] for unit in behind]
-    told: dict[str, Any] = {
-        "units": len(talk.units),
-        "audio_s": sum(unit["audio_samples"] for unit in talk.units) / OUTPUT_RATE_HZ,
-        "accepted_uncommitted_at_kill": None if open_unit is None else open_unit.seq,
-        "records_at_kill": len(struck.at_kill.entries),
-        "records_at_end": len(struck.end.entries),
-        "redos": redos,
-        "resumed_s": [at_s - loss.at_s for at_s in caller.resumed_at_s],
-        "next_unit": None if first is None else first["unit"],
-        "next_unit_s": None if first is None else talk.done_at_s[first["unit"]] - loss.at_s,
-        "next_sounding_unit": None if sound is None else sound["unit"],
-        "next_sounding_unit_s": None
-        if sound is None
-        else talk.done_at_s[sound["unit"]] - loss.at_s,
-        "longest_wait_s": max(waited, default=None),
-        "late_units": sum(wait > 1.0 for wait in waited),
-        "rebuilds": [
-            {
-                "unit": unit["unit"],
-                "cause": unit["rebuild_cause"],
-                "ms": unit["rebuild_ms"],
-                "window_tokens": unit["window_tokens"],
-            }
-            for unit in behind
-            if unit["rebuild_cause"] not in (None, "slide")
-        ],
-        "epoch_at_kill": struck.last_reply.epoch,
-        "next_epoch": None
-        if next_epoch is None
-        else {
-            "epoch": next_epoch.epoch,
-            "turn_goes_on": next_epoch.turn == struck.last_reply.turn,
-            "first_chunk_heard": next_epoch.sequence,
-            "from_sample": next_epoch.from_sample,
-        },
-        "replayed_events_dropped": talk.repeated,
-    }
-    return rounded(told)
-
-
-def rounded(facts: dict[str, Any]) -> dict[str, Any]:
-    def of(value: Any) -> Any:
-        if isinstance(value, float):
-            return round(value, 3)
-        return [of(one) for one in value] if isinstance(value, list) else value
-
-    return {name: of(value) for name, value in facts.items()}
 
 
 async def warm_up(sidecars: Sequence[LocalSidecar]) -> None:
