@@ -14,8 +14,8 @@ def told_of(
     struck: Struck, killed_at_s: float, then: str, resumed_at_s: Sequence[float]
 ) -> dict[str, Any]:
     """Times are seconds from the kill. then: the replica behind it. next unit: the first one that
-    it answered, when its `duplex.unit` came, which is behind its sound. wait: of the units that came
-    behind the kill, from the last sample that was sent of one to its `duplex.unit`."""
+    it answered, when its `duplex.unit` came, which is behind its sound. wait: of the units that
+    came behind the kill, from the last sample that was sent of one to its `duplex.unit`."""
     talk, open_unit = struck.talk, struck.at_kill.open_unit
     behind = [unit for unit in talk.units if talk.done_at_s[unit["unit"]] > killed_at_s]
     answered = [unit for unit in behind if unit["replica"] == then]
