@@ -3,12 +3,13 @@ list of sentences, one for each thing that is not so."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from duplex_sidecar.cli.demo_checks import epoch_begins_anew
 from duplex_sidecar.client.conversation import UNIT_SAMPLES, Replies, Talk
 from duplex_sidecar.ledger.errors import LedgerCorrupt
 from duplex_sidecar.ledger.export import export_lines, verify_lines
 from duplex_sidecar.ledger.session_view import LoadedSession
+from duplex_sidecar.session.catching_up import sounded_of
 
 GIVEN_BACK = 0.9
 """Of what the dead processes held; the driver's figures of a process and of the device differ."""
@@ -80,24 +81,24 @@ def what_the_client_heard(struck: Struck) -> Iterator[str]:
 
 
 def which_chunks_came(struck: Struck) -> Iterator[str]:
-    """Epochs only grow, and in each the chunks count on."""
-    last: Replies | None = None
-    for reply in struck.talk.replies:
-        if last is not None and reply.epoch == last.epoch:
-            if reply.sequence != last.sequence + 1:
-                yield f"chunk {reply.sequence} follows chunk {last.sequence} in epoch {reply.epoch}"
-        elif last is not None and reply.epoch < last.epoch:
-            yield f"epoch {reply.epoch} follows epoch {last.epoch}"
-        last = reply
+    """Neither epochs nor the chunks in one go back or come twice. One that has no sound, since the
+    vocoder holds back all of it, is not sent."""
+    places = [(reply.epoch, reply.sequence) for reply in struck.talk.replies]
+    for before, now in pairwise(places):
+        if now <= before:
+            yield f"chunk {now[1]} of epoch {now[0]} follows chunk {before[1]} of epoch {before[0]}"
 
 
 def whether_a_new_epoch_began(struck: Struck) -> Iterator[str]:
-    """In the middle of the turn that sounded at the kill, from chunk 0."""
+    """In the middle of the turn that sounded at the kill, from chunk 0: what had sounded of the
+    turn comes first, muted, and what is heard goes on behind it."""
     first, last = struck.next_epoch, struck.last_reply
     if first is None or first.turn != last.turn:
         yield f"turn {last.turn} went on without a new epoch"
-    elif not epoch_begins_anew(struck.talk.replies, int(first.input_s) - 1):
-        yield f"epoch {first.epoch} does not begin with chunk 0 behind what had sounded"
+        return
+    muted = len(sounded_of(struck.at_kill.marks, last.turn).chunks)
+    if first.sequence not in (muted, muted + 1):
+        yield f"epoch {first.epoch} is heard from chunk {first.sequence}, {muted} were muted"
 
 
 def what_the_ledger_holds(struck: Struck) -> Iterator[str]:

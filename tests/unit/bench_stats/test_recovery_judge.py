@@ -12,6 +12,7 @@ from support.ledger_kit import accept_draft, commit_draft, opening_draft
 
 from duplex_sidecar.client.conversation import Replies, Talk
 from duplex_sidecar.ledger import records
+from duplex_sidecar.ledger.journal import VoiceMark
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase, parse_meta
 from tests.gpu.recovery_judge import (
     Memory,
@@ -47,6 +48,15 @@ def talk() -> Talk:
     return Talk(units=units, replies=replies, resumes=[{}])
 
 
+MARKS = tuple(
+    VoiceMark(
+        0, number, 1, number + 2, 25 * number, (7,) * 25, SAMPLES * number, SAMPLES * (number + 1)
+    )
+    for number in range(2)
+)
+"""Units 2 and 3 had sounded at the kill."""
+
+
 def session(units: int, tokens: Callable[[int], tuple[int, ...]], reason: str) -> LoadedSession:
     """A chain of so many units. reason: why it was closed, "" if it was not."""
     chain: list[records.Record] = []
@@ -79,7 +89,7 @@ def session(units: int, tokens: Callable[[int], tuple[int, ...]], reason: str) -
         state=b"",
         accepted_state=None,
         media={},
-        marks=(),
+        marks=MARKS,
         voice_state=None,
         voice_unit=0,
     )
@@ -146,7 +156,11 @@ def old_epoch(one: Talk) -> None:
 
 
 def chunk_in_mid_air(one: Talk) -> None:
-    one.replies[2] = replace(one.replies[2], sequence=3)
+    one.replies[2] = replace(one.replies[2], sequence=4)
+
+
+def nothing_muted(one: Talk) -> None:
+    one.replies[2] = replace(one.replies[2], sequence=0)
 
 
 def stayed(one: Talk) -> None:
@@ -161,6 +175,12 @@ def silent(one: Talk) -> None:
     one.replies = one.replies[:2]
 
 
+def test_a_chunk_may_have_no_sound() -> None:
+    heard = talk()
+    heard.replies[2] = replace(heard.replies[2], sequence=3)
+    assert list(everything(struck(heard))) == []
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -171,6 +191,7 @@ def silent(one: Talk) -> None:
         twice_the_sound,
         old_epoch,
         chunk_in_mid_air,
+        nothing_muted,
         stayed,
         never_resumed,
         silent,
