@@ -69,6 +69,12 @@ class Ebb:
         """When the memory in use first was at most that; None when it never was."""
         return next((at_s for at_s, used in self.looks if used <= limit_gib), None)
 
+    def wait_for(self, limit_gib: float, within_s: float) -> None:
+        """Until the memory in use was at most that, or the time is over."""
+        deadline_s = time.monotonic() + within_s
+        while self.below_after_s(limit_gib) is None and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_EVERY_S)
+
     def _look(self) -> None:
         while not self._over.is_set():
             used = used_gib()

@@ -265,6 +265,9 @@ async def lose_sidecar(
         address.lead_to(spare.settings.port)
         at_kill = await loading
         left = await asyncio.to_thread(survivors, tree, GONE_S)
+        if before_gib is not None and victim_gib is not None:
+            # A process counts as gone before the last of its threads has let go of the device.
+            await asyncio.to_thread(ebb.wait_for, before_gib - GIVEN_BACK * victim_gib, GONE_S)
     violations = [f"{len(left)} processes of the killed sidecar are still there"] if left else []
     house.serving, house.spare = spare, None
     facts: dict[str, Any] = {"processes": len(tree), "told_of_death_s": told_s}
