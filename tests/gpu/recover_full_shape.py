@@ -1,12 +1,13 @@
 """What is lost comes back, on one GPU: stage processes and a whole sidecar are killed (SIGKILL) in
-the middle of replies, while two sessions talk in real time.
+the middle of replies, while sessions talk in real time.
 
-    python -m tests.gpu.recover_full_shape CHECKPOINT RESULT.json [--graphs] [--losses thinker,...]
+    python -m tests.gpu.recover_full_shape CHECKPOINT RESULT.json [--graphs] [--sessions 2]
+                                           [--losses thinker,...]
 
 Two sidecars stand on one GPU and one Valkey; the client is the one of the demo, over the published
-SDK. Each loss strikes two conversations of 30 s in the middle of a unit of their second reply. A
-stage has to come back in its sidecar and the client to notice nothing but lateness; behind a lost
-sidecar the client has to go on at the other one, which is told of the death, as an operator would.
+SDK. Each loss strikes conversations of 30 s in the middle of a unit of their second reply. A stage
+has to come back in its sidecar and the client to notice nothing but lateness; behind a lost sidecar
+the client has to go on at the other one, which is told of the death, as an operator would tell it.
 Exit status 1, with a sentence for each, where anything is not as it has to be (`recovery_judge`).
 
 CHECKPOINT is made first if it is not there (19 GB; less with --thinker-layers, which the result
@@ -73,7 +74,6 @@ LOSSES = ("thinker", "code2wav", SIDECAR, "talker", "encoder")
 """In this order; what is left of them serves the next ones."""
 LOSE_SOUND = ("code2wav", SIDECAR)
 """They take the stage-2 state with them."""
-SESSIONS = 2
 SECONDS = 30
 HEARD_UNITS = LISTENING_UNITS + SPEAKING_UNITS + LISTENING_UNITS + 2
 """Answered when something is lost: the second reply has begun, and its next unit is under way."""
@@ -82,15 +82,25 @@ IN_FLIGHT_S = 0.05
 POLL_S = 0.005
 LOG_LINES = 8
 READY_S, LOSS_S, GONE_S = 420.0, 180.0, 60.0
-GPU_SETTINGS: dict[str, Any] = {
-    "device": "cuda",
-    "max_model_tokens": 4096,
-    "thinker_kv_bytes": 3 * 2**30,
-    "talker_kv_bytes": 2**30,
-    # Two sidecars share the device, and a stage that comes back finds the other seven on it.
-    "thinker_gpu_share": 0.2,
-    "talker_gpu_share": 0.06,
-}
+MODEL_TOKENS = 4096
+THINKER_SEAT_BYTES, TALKER_SEAT_BYTES = 768 * 2**20, 256 * 2**20
+"""KV of one stream that is as long as it may be: 576 and 240 MiB, and some for its last answer."""
+MOST_REBUILD_SEATS = 4
+
+
+def gpu_settings(sessions: int, *, graphs: bool) -> dict[str, Any]:
+    """Two sidecars share the device, and a stage that comes back finds the other seven on it."""
+    seats = sessions + min(sessions, MOST_REBUILD_SEATS)
+    return {
+        "device": "cuda",
+        "max_model_tokens": MODEL_TOKENS,
+        "max_talker_tokens": MODEL_TOKENS,
+        "thinker_kv_bytes": seats * THINKER_SEAT_BYTES,
+        "talker_kv_bytes": seats * TALKER_SEAT_BYTES,
+        "thinker_gpu_share": 0.2,
+        "talker_gpu_share": 0.06,
+        "cuda_graphs": graphs,
+    }
 
 
 @dataclass
@@ -125,9 +135,11 @@ class Caller:
 
 @dataclass
 class House:
-    """serving: where sessions are opened. spare: the sidecar beside it, None once it serves."""
+    """sessions: that talk at a time. serving: where they are opened. spare: the sidecar beside it,
+    None once it serves."""
 
     url: str
+    sessions: int
     script: Script
     serving: LocalSidecar
     spare: LocalSidecar | None
@@ -158,13 +170,13 @@ class Loss:
 
 
 async def lose(house: House, what: str) -> tuple[dict[str, Any], list[str]]:
-    """Two conversations in whose middle it is lost: what is to be told, and what was wrong."""
+    """Conversations in whose middle it is lost: what is to be told, and what was wrong."""
     async with OneAddress(house.serving.settings.port) as address:
         callers = [
             await asyncio.to_thread(
                 Caller.open, house.serving, address.realtime_url, number, SECONDS
             )
-            for number in range(SESSIONS)
+            for number in range(house.sessions)
         ]
         talking = [asyncio.create_task(caller.conversation.run()) for caller in callers]
         try:
@@ -299,12 +311,12 @@ def judged(struck: Struck, loss: Loss) -> Iterator[str]:
         yield from whether_a_new_epoch_began(struck)
 
 
-async def warm_up(sidecars: Sequence[LocalSidecar]) -> None:
-    """A short conversation each: kernels are chosen and loaded at first use."""
+async def warm_up(sidecars: Sequence[LocalSidecar], sessions: int) -> None:
+    """Short conversations: kernels are chosen and loaded at first use."""
     callers = [
         await asyncio.to_thread(Caller.open, sidecar, sidecar.realtime_url, number, 12)
         for sidecar in sidecars
-        for number in range(SESSIONS)
+        for number in range(sessions)
     ]
     await asyncio.gather(*(caller.conversation.run() for caller in callers))
 
@@ -313,6 +325,7 @@ def recover(
     result: dict[str, Any],
     checkpoint: Path,
     losses: Sequence[str],
+    sessions: int,
     settings: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
@@ -325,7 +338,11 @@ def recover(
         valkey = EmbeddedValkey(work / "ledger")
         stack.callback(valkey.stop)
         valkey.start()
-        usual = {"cache_dir": str(work / "cache"), "slots": SESSIONS, "rebuild_seats": SESSIONS}
+        usual: dict[str, Any] = {
+            "cache_dir": str(work / "cache"),
+            "slots": sessions,
+            "rebuild_seats": min(sessions, MOST_REBUILD_SEATS),
+        }
         sidecars: list[LocalSidecar] = []
         before_gib = used_gib()
         for name in names:
@@ -346,11 +363,12 @@ def recover(
             sidecar.wait_ready(print_once(), timeout_s=READY_S)
         result["ready_s"] = round(time.monotonic() - began, 1)
         result["conditions"] = conditions(sidecars[0]) | {"sidecars": len(sidecars)}
-        asyncio.run(warm_up(sidecars))
+        asyncio.run(warm_up(sidecars, sessions))
         if before_gib is not None:
             taken_gib = (used_gib() or 0.0) - before_gib
             result["gpu_gib_of_a_sidecar"] = round(taken_gib / len(sidecars), 2)
-        house = House(valkey.url, script, sidecars[0], sidecars[1] if len(sidecars) > 1 else None)
+        spare = sidecars[1] if len(sidecars) > 1 else None
+        house = House(valkey.url, sessions, script, sidecars[0], spare)
         for what in losses:
             try:
                 facts, wrong = asyncio.run(lose(house, what))
@@ -367,6 +385,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--losses", default=",".join(LOSSES), help="some of: %(default)s")
+    parser.add_argument("--sessions", type=int, default=2)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--thinker-layers", type=int, default=FULL_LAYERS)
     parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint")
@@ -391,7 +410,7 @@ def main() -> int:
     result["shapes"] = "tiny" if arguments.tiny else "8b"
     result["thinker_layers"] = read_config(checkpoint).thinker.num_hidden_layers
     result |= {"violations": [], "losses": []}
-    settings = {"cuda_graphs": arguments.graphs} | GPU_SETTINGS
+    settings = gpu_settings(arguments.sessions, graphs=arguments.graphs)
     if arguments.device == "cpu":
         settings = {"cache_dir": str(default_cache_dir())}
 
@@ -399,7 +418,7 @@ def main() -> int:
         arguments.result.write_text(json.dumps(result, indent=2) + "\n")
 
     try:
-        recover(result, checkpoint, losses, settings, save)
+        recover(result, checkpoint, losses, arguments.sessions, settings, save)
     finally:
         save()
         print(json.dumps(result, indent=2))
