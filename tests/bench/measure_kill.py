@@ -7,7 +7,6 @@ would have recorded it meanwhile, dials the second sidecar at once and sends it.
 Then eight sessions at once, with a client each: how long until the last of them goes on?
 """
 
-import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import psutil
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 from tests.bench.client import ANSWER_TIMEOUT_S, Seen, Unit, UnitClient, quiet_at_end, script
 from tests.bench.figures import Broken, Figure
+from tests.bench.processes import kill_at_once
 from tests.bench.rig import Rig
 from tests.bench.scenarios import CONTEXT
 from tests.bench.stats import spread
@@ -118,7 +118,7 @@ class _Death:
     ) -> "_Death":
         tree = victim.tree()
         began = time.perf_counter()
-        _kill(victim, tree)
+        kill_at_once(victim, tree)
         killed_s = time.perf_counter() - began
         if proven:
             second.declare_dead(victim.settings.replica)
@@ -218,16 +218,6 @@ class _Walk:
 
     def _next_unit(self) -> Unit:
         return self._units[self.seq % len(self._units)]
-
-
-def _kill(victim: LocalSidecar, tree: Sequence[psutil.Process]) -> None:
-    """SIGKILL to every process. Returns when the one that held the lease is gone: the others need
-    longer to give their memory back, and nobody has to wait for that."""
-    for process in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    if victim.process is not None:
-        victim.process.wait(timeout=10)
 
 
 def _figures(kills: list[Kill]) -> list[Figure]:

@@ -1,10 +1,14 @@
-"""Processor time and memory of a sidecar's process tree, read from Linux itself."""
+"""Processor time and memory of a sidecar's process tree, read from Linux itself, and its end."""
 
+import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from duplex_sidecar.client.local_sidecar import LocalSidecar
 
 _STAGE_MODULE = "duplex_sidecar.stages."
 _ENGINE_CORE = "EngineCore"
@@ -92,3 +96,13 @@ def cpu_by_role(root: psutil.Process) -> dict[str, float]:
         except OSError:
             continue
     return table
+
+
+def kill_at_once(victim: LocalSidecar, tree: Sequence[psutil.Process]) -> None:
+    """SIGKILL to every process. Returns when the one that held the lease is gone: the others need
+    longer to give their memory back, and nobody has to wait for that."""
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    if victim.process is not None:
+        victim.process.wait(timeout=10)

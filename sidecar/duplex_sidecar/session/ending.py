@@ -26,6 +26,7 @@ from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionOver
 from duplex_sidecar.session.parking import PARK_SENTENCES, ParkReason
 from duplex_sidecar.session.unit import UnitRunner
+from duplex_sidecar.stages.errors import StageAway
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,10 @@ def ending_of(error: Exception) -> Ending:
         case LedgerError():
             log.error("session dropped: %s: %s", type(error).__name__, error)
             return Ending(ErrorCode.LEDGER_CORRUPT, type(error).__name__)
+        case StageAway():
+            log.error("session dropped: %s", error)
+            detail = "a stage of this replica does not come back; resume to go on"
+            return Ending(ErrorCode.LEASE_LOST, detail, reason="stage_away")
         case _:
             # It may be this replica's alone: another one does again what is not committed.
             log.error("session failed", exc_info=error)

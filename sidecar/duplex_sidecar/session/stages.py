@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from duplex_sidecar.admission.seats import SpareSeats
-from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.errors import StageAway, StageError
 from duplex_sidecar.stages.interface import (
     Code2WavStage,
     EncoderStage,
@@ -14,7 +14,7 @@ from duplex_sidecar.stages.interface import (
 )
 
 READY_TIMEOUT_S = 90.0
-"""A stage that restarts has this long before the unit that waits for it fails."""
+"""A stage that restarts has this long before a session that waits for it is let go."""
 _POLL_S = 0.05
 
 
@@ -32,7 +32,7 @@ class StageSet:
 
 
 async def wait_ready(stage: Stage, name: str) -> None:
-    """Returns when the stage answers its health. Raises StageError (gone) after 90 s."""
+    """Returns when the stage answers its health. Raises StageAway after 90 s."""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
@@ -42,4 +42,4 @@ async def wait_ready(stage: Stage, name: str) -> None:
                 except StageError:
                     await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise StageError(name, StageFault.GONE, f"not back in {READY_TIMEOUT_S:.0f} s") from None
+        raise StageAway(name, READY_TIMEOUT_S) from None

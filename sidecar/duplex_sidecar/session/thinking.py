@@ -7,6 +7,8 @@ rules and so the same draws, as a whole prompt rendered from the same records.
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
@@ -28,7 +30,7 @@ from duplex_sidecar.session.stages import wait_ready
 from duplex_sidecar.session.streams import LOST, ThinkerStream
 from duplex_sidecar.session.watching import UnitWatch
 from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerPart
-from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.errors import StageAway, StageError, StageFault
 from duplex_sidecar.stages.interface import ThinkerStage
 from duplex_sidecar.telemetry.names import RebuildCause as TracedCause
 from duplex_sidecar.telemetry.names import StageName, StepName
@@ -170,15 +172,14 @@ class ThinkerDriver:
             )
             parts = await self._prompter.whole_prompt(window, pending)
             try:
-                async with self._redo_gate:
-                    await wait_ready(self._stage, StageName.THINKER)
+                async with self._gate_of_a_ready_stage():
                     await self._count_respeak(after.seq)
                     with watch.step(StepName.THINKER):
                         answer = await self._rebuild(after.seq, rebuild, parts, rules, after, watch)
                 break
             except StageError as error:
                 watch.trace.stage_fault(StageName.THINKER, error.fault)
-                if error.fault not in _MENDED:
+                if error.fault not in _MENDED or isinstance(error, StageAway):
                     raise
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, rebuild, window)
@@ -193,12 +194,20 @@ class ThinkerDriver:
         cause: RebuildCause,
     ) -> tuple[Planned, ThinkerAnswer]:
         """Counted before it is submitted, to an engine that stands."""
-        async with self._redo_gate:
-            await wait_ready(self._stage, StageName.THINKER)
+        async with self._gate_of_a_ready_stage():
             await self._durable.redo(append.seq, attempt, cause)
             planned = self.plan(before, append)
             with watch.step(StepName.THINKER):
                 return planned, await self._submit(before, append, planned, rules, watch)
+
+    @asynccontextmanager
+    async def _gate_of_a_ready_stage(self) -> AsyncGenerator[None]:
+        """Sessions wait side by side for a stage that is away, and one by one for the gate, where
+        the redo before theirs may have ended it again. Raises StageAway."""
+        await wait_ready(self._stage, StageName.THINKER)
+        async with self._redo_gate:
+            await wait_ready(self._stage, StageName.THINKER)
+            yield
 
     async def _count_respeak(self, seq: int) -> None:
         """The same for a committed unit. Raises SessionOver when it was tried often enough."""

@@ -53,7 +53,7 @@ from duplex_sidecar.session.speaking import Speaker
 from duplex_sidecar.session.thinking import ThinkerDriver
 from duplex_sidecar.session.warming import WarmStreams
 from duplex_sidecar.session.watching import UNIT_MS, UnitWatch
-from duplex_sidecar.stages.errors import StageError, StageFault
+from duplex_sidecar.stages.errors import StageAway, StageError, StageFault
 from duplex_sidecar.telemetry.logs import log_context
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import StageName, StepName, UnitDecision
@@ -314,6 +314,9 @@ class UnitRunner:
                 yield UnitWatch(trace, self._metrics)
             except SessionOver as over:
                 log.warning("unit failed: %s", over.code)
+                raise
+            except StageAway as away:
+                log.error("unit not done: %s", away)
                 raise
             except StageError as error:
                 detail = f"{error.stage}: {error.fault}"

@@ -32,3 +32,11 @@ class StageError(Exception):
         self.stage = stage
         self.fault = fault
         self.reason = reason
+
+
+class StageAway(StageError):
+    """A stage that was lost did not come back in time. It says nothing of the unit that waited:
+    another replica, or this one later, can go on with the session."""
+
+    def __init__(self, stage: str, waited_s: float) -> None:
+        super().__init__(stage, StageFault.GONE, f"not back in {waited_s:g} s")
