@@ -15,8 +15,8 @@ from typing import Any, cast
 from aiohttp import web
 from redis.asyncio import Redis
 
+from duplex_api.admin import ADMIN_VERSION, ADMIN_VERSION_HEADER
 from duplex_operator.cancelling import raise_if_cancelled
-from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
 
 LEASE_MS = 3_000
 BEAT_S = 1.0
