@@ -38,7 +38,8 @@ _LEDGER_PHASES = {"": LedgerPhase.NONE, "parked": LedgerPhase.PARKED, "ended": L
 @dataclass(slots=True)
 class Known:
     """What is remembered of one session between looks. route: as last written or read. replaced:
-    sha256 of the token that `token` replaces and that lets clients in still; empty for none."""
+    sha256 of the token that `token` replaces and that lets clients in still; empty for none. It is
+    `token` itself while that has been changed back and its sidecar does not know it yet."""
 
     memory: Memory = field(default_factory=Memory)
     token: Token | None = None

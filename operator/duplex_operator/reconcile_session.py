@@ -270,7 +270,6 @@ class SessionReconciler:
         if known.token_lost and facts.placement is not None:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
-        known.replaced = "" if known.replaced == token.sha256 else known.replaced
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:
