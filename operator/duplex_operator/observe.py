@@ -4,6 +4,7 @@ sidecar can tell."""
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from duplex_api.resolve import retention_ms
 from duplex_api.routes import RouteRecord
 from duplex_api.session import Placement, SessionPhase
 from duplex_operator.context import Context
@@ -17,7 +18,6 @@ from duplex_operator.decide.facts import (
     PodView,
     SessionFacts,
     Token,
-    lifecycle_ms,
 )
 from duplex_operator.decide.placement import Assignment
 from duplex_operator.decide.pods import Mark
@@ -177,7 +177,7 @@ class Observer:
 def route_keep_ms(session: SessionObject) -> int:
     """How long a route record outlives its last writing: twice the ledger's retention, at least
     an hour, so that it never goes before the ledger does."""
-    return max(2 * lifecycle_ms(session.spec, "retention"), 3_600_000)
+    return max(2 * retention_ms(session.spec.lifecycle), 3_600_000)
 
 
 def _forgive(known: Known, now_ms: int) -> None:
