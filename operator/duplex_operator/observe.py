@@ -23,7 +23,7 @@ from duplex_operator.decide.placement import Assignment
 from duplex_operator.decide.pods import Mark
 from duplex_operator.decide.status import RUNNING_PHASES
 from duplex_operator.feed import FeedPhase, FeedSession
-from duplex_operator.fleet import PodFeed
+from duplex_operator.fleet import PodFeed, has_ended
 from duplex_operator.objects import PodObject, PodPhase, SessionObject
 from duplex_operator.routes import LeaseView, LedgerAwayError
 
@@ -222,7 +222,7 @@ def _judge_object(
         health = PodHealth.LIVE if feed.listed else PodHealth.UNHEARD
         leaving = pod.mark == Mark.DRAINING or feed.draining or feed.told_to_drain
         return PodView(uid, name, health, leaving=leaving)
-    if pod.sidecar_terminated:
+    if has_ended(pod, feed):
         sentence = f"the sidecar of pod {name} has ended ({pod.sidecar_terminated})"
         return PodView(uid, name, PodHealth.DEAD, "SidecarEnded", sentence)
     return None
