@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from duplex_api.admin import POD_UID
+
 MOST_LINE_BYTES = 65_536
 
 
@@ -61,7 +63,7 @@ class HelloLine(
     understands: what it may be told beyond what the first release's sidecars could be."""
 
     replica: str
-    pod_uid: str = msgspec.field(name="podUID", default="")
+    pod_uid: str = msgspec.field(name=POD_UID, default="")
     version: str = ""
     model_name: str = ""
     slots: int

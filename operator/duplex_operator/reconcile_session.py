@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from duplex_api.admin import RESUME
 from duplex_api.constants import API_VERSION, SESSION_KIND
 from duplex_api.given_voices import given_voice_name
 from duplex_api.session import SessionPhase, SessionStatus
@@ -55,7 +56,6 @@ from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
 from duplex_operator.session_route import LATEST_LOOK_S, keep_route
 from duplex_operator.sidecar_client import (
-    RESUME,
     SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
@@ -270,7 +270,6 @@ class SessionReconciler:
         if known.token_lost and facts.placement is not None:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
-        known.replaced = "" if known.replaced == token.sha256 else known.replaced
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:

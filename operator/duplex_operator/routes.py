@@ -152,6 +152,11 @@ class Routes:
                         {WAKE_STREAM: at}, count=WAKE_BATCH, block=WAKE_BLOCK_MS
                     )
                 )
+                if not answer:
+                    # A stream that begins anew under an earlier clock (a failover, an emptied
+                    # server) has names below the one that was heard last.
+                    newest = await self._newest_wake()
+                    last = newest if _order(newest) < _order(last) else last
             except LedgerAwayError:
                 await asyncio.sleep(1.0)
                 continue
@@ -183,6 +188,12 @@ def _entries(answer: object) -> Iterable[tuple[str, str]]:
     for _, entries in streams:
         for entry, fields in entries:
             yield entry, fields.get(WAKE_FIELD, "")
+
+
+def _order(entry: str) -> tuple[int, int]:
+    """An entry's id as it is compared: <ms>-<number>."""
+    ms, _, number = entry.partition("-")
+    return int(ms), int(number)
 
 
 def _meta_key(uid: str) -> str:

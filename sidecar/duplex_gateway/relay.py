@@ -17,7 +17,7 @@ from duplex_gateway.exchange import Exchange, first_end
 from duplex_gateway.held import Room
 from duplex_gateway.metrics import CallEnd, Metrics
 from duplex_gateway.resume import ResumeState
-from duplex_gateway.routing import Directory, token_matches
+from duplex_gateway.routing import Directory, is_newer, token_matches
 from duplex_gateway.upstream import Lost, Unreachable, Upstream, dialled
 from duplex_gateway.waiting import REST_S, Patience
 from duplex_gateway.watch import LeaseWatch
@@ -204,9 +204,9 @@ class Call:
             raise Ended.because(
                 CallEnd.FAILED, ErrorCode.LEDGER_UNAVAILABLE, error.reason
             ) from None
-        if route is not None and not token_matches(self._token, route):
+        if route is not None and not token_matches(self._token, route, lease):
             raise Ended.because(CallEnd.REFUSED, ErrorCode.SESSION_NOT_FOUND)
-        if self._mark and mark and mark != self._mark:
+        if is_newer(mark, self._mark, route, lease):
             raise Ended.because(CallEnd.TAKEN_OVER, ErrorCode.SESSION_TAKEN_OVER)
         decision = decide(route, lease)
         if isinstance(decision, Dial) and decision.fence < self._state.fence:

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 CALL_KEPT_S = 24 * 3600
 MAX_TOKEN_CHARACTERS = 512
-_META_FIELDS = ("fence", "until", "address", "phase", "reason")
+_MARK_CHARACTERS = 16
+"""Of the hash of the token that a call came with, in its mark."""
+_META_FIELDS = ("fence", "until", "address", "phase", "reason", "token")
 _NO_HASH = "0" * 64
 """Compared with where there is nothing to compare with, so that both take the same time."""
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
@@ -74,10 +76,10 @@ class Directory:
             ("XADD", WAKE_STREAM, "MAXLEN", "~", WAKE_MOST_ENTRIES, "*", WAKE_FIELD, session),
         )
 
-    async def claim_call(self, session: str) -> str:
+    async def claim_call(self, session: str, token: str) -> str:
         """A mark that makes this call the session's newest, for all gateways. A ledger that takes
         no writes costs nobody a call: then there is no mark ("")."""
-        mark = secrets.token_hex(8)
+        mark = f"{secrets.token_hex(8)}.{_sha256(token)[:_MARK_CHARACTERS]}"
         try:
             await self._connection.read(
                 session, ("SET", call_key(session), mark, "EX", CALL_KEPT_S)
@@ -104,14 +106,39 @@ async def connect_directory(url: str, retry_s: float) -> Directory:
             return Directory(connection)
 
 
-def token_matches(token: str, route: RouteRecord | None) -> bool:
+def token_matches(token: str, route: RouteRecord | None, lease: LeaseView | None) -> bool:
     """In the same time whether the session is known or not, and whatever the token is."""
     acceptable = 0 < len(token) <= MAX_TOKEN_CHARACTERS
-    given = hashlib.sha256(token[:MAX_TOKEN_CHARACTERS].encode(errors="replace")).hexdigest()
-    current = route.token_sha256 if route else _NO_HASH
-    following = (route.token_sha256_next if route else None) or _NO_HASH
+    given = _sha256(token)
+    current, following = _tokens_let_in(route, lease)
     matches = hmac.compare_digest(given, current) | hmac.compare_digest(given, following)
     return matches and acceptable and route is not None
+
+
+def is_newer(mark: str, own: str, route: RouteRecord | None, lease: LeaseView | None) -> bool:
+    """Whether `mark`, the session's newest call's, ends the call marked `own`. It does not where it
+    came with a token that has been withdrawn: nobody else talks to the session by that."""
+    if not own or not mark or mark == own:
+        return False
+    of_token = mark.partition(".")[2]
+    if route is None or not of_token:
+        return True
+    return any(good.startswith(of_token) for good in _tokens_let_in(route, lease))
+
+
+def _tokens_let_in(route: RouteRecord | None, lease: LeaseView | None) -> tuple[str, str]:
+    """sha256 of the tokens that are good now, `_NO_HASH` in the place of those that are not. The
+    operator notices that the newer one has come into use later than the ledger has it."""
+    if route is None:
+        return _NO_HASH, _NO_HASH
+    current, following = route.token_sha256, route.token_sha256_next
+    if following is not None and lease is not None and lease.token_sha256 == following:
+        current = _NO_HASH
+    return current, following or _NO_HASH
+
+
+def _sha256(token: str) -> str:
+    return hashlib.sha256(token[:MAX_TOKEN_CHARACTERS].encode(errors="replace")).hexdigest()
 
 
 def _route_of(stored: dict[bytes, bytes]) -> RouteRecord | None:
@@ -140,6 +167,7 @@ def _lease_of(meta: list[bytes | None], now_ms: int) -> LeaseView | None:
         address=texts[2] if _ADDRESS.fullmatch(texts[2]) else "",
         phase=texts[3],
         reason=texts[4],
+        token_sha256=texts[5],
     )
 
 

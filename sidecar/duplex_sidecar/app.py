@@ -17,15 +17,10 @@ from typing import Any
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from duplex_api.admin import ADMIN_VERSION, POD_UID
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
-from duplex_sidecar.admin.guard import (
-    VERSION,
-    AdminGuard,
-    guards_admin,
-    guards_all,
-    guards_status,
-)
+from duplex_sidecar.admin.guard import AdminGuard, guards_admin, guards_all, guards_status
 from duplex_sidecar.admin.statusz import status_page
 from duplex_sidecar.admin.tokens import AdminToken, FixedToken, TokenFile, file_reader
 from duplex_sidecar.admin.views import UNDERSTANDS, session_view
@@ -191,9 +186,9 @@ class Sidecar:
         """First line of the feed."""
         return {
             "kind": "hello",
-            "version": VERSION,
+            "version": ADMIN_VERSION,
             "replica": self.settings.replica,
-            "podUID": self.settings.pod_uid,
+            POD_UID: self.settings.pod_uid,
             "podName": self.settings.pod_name,
             "modelName": self.settings.model_name,
             "slots": self.settings.slots,

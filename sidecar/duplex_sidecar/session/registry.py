@@ -292,8 +292,6 @@ class SessionRegistry:
         async with self._turnstile.only_caller(session):
             entry = await self._staying(session)
             if entry is not None:
-                if not entry.tokens.lets_in(digest):
-                    raise ClientError(ErrorCode.SESSION_NOT_FOUND)
                 return self._attached(entry, digest, last_sequence)
             with typed_refusals():
                 meta = await self._require_token(session, digest)
@@ -310,7 +308,10 @@ class SessionRegistry:
     def _attached(
         self, entry: Live, token_sha256: str, last_sequence: int | None
     ) -> ClientAttachment:
+        """Also of one that was taken up for this very dial: its tokens may be others by then."""
         actor = entry.actor
+        if not entry.tokens.lets_in(token_sha256):
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if not entry.tokens.hears(token_sha256):
             return actor.attach(last_sequence)
         new = NewToken(self._ledger, lambda: actor.lease, entry.tokens, token_sha256)

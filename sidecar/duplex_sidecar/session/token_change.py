@@ -49,7 +49,10 @@ async def offer_token(
     ledger: Ledger, lease: Lease, tokens: ClientTokens, token_sha256: str
 ) -> None:
     """The operator's word: this one is to let in. Naming the one that does takes back what was
-    offered. Raises what the ledger refuses."""
+    offered. Raises what the ledger refuses.
+
+    What is taken back counts no more from here on: a message under it that came while the ledger
+    is told would else lock out the one that is to let in."""
     match tokens.match(token_sha256):
         case TokenMatch.OFFERED:
             return
@@ -57,9 +60,16 @@ async def offer_token(
             offered = ""
         case TokenMatch.NONE:
             offered = token_sha256
-    if offered != tokens.offered_sha256:
+    withdrawn = tokens.offered_sha256
+    if offered == withdrawn:
+        return
+    tokens.offered_sha256 = ""
+    try:
         await ledger.offer_token(lease, offered)
-        tokens.offered_sha256 = offered
+    except BaseException:
+        tokens.offered_sha256 = withdrawn  # so that the next word is told, too
+        raise
+    tokens.offered_sha256 = offered
 
 
 class NewToken:
