@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from duplex_api.ledger_outage import LedgerOutage
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import (
@@ -98,7 +99,6 @@ class Sidecar:
         """Connect the ledger and start the stages side by side. Raises StageStartError,
         LedgerUnsuitable; waits for a ledger that is not there yet."""
         ledger, _ = await asyncio.gather(self._connect_ledger(), self.supervisor.start())
-        self.ledger = ledger
         pending = PendingErasures(Path(self.settings.cache_dir), self.settings.redis_url)
         assembly = Assembly(
             model=self.model,
@@ -213,9 +213,10 @@ class Sidecar:
         while True:
             try:
                 options = LedgerOptions(durability=self.settings.ledger_durability)
-                return await Ledger.connect(self.settings.redis_url, options)
+                self.ledger = await Ledger.connect(self.settings.redis_url, options)
             except LedgerUnavailable as error:
-                log.warning("ledger not reachable yet: %s", error.reason)
+                outage.failed(error.reason)
+        outage = LedgerOutage(log)
                 await asyncio.sleep(LEDGER_RETRY_S)
 
     def _stages(self) -> StageSet:
@@ -223,6 +224,9 @@ class Sidecar:
         return StageSet(
             encoder=EncoderClient(link("encoder")),
             thinker=ThinkerClient(link("thinker")),
+            else:
+                outage.answered()
+                return self.ledger
             talker=TalkerClient(link("talker")),
             code2wav=Code2WavClient(link("code2wav")),
             thinker_spare=SpareSeats(self.settings.rebuild_seats),

@@ -35,6 +35,8 @@ def test_a_sidecar_without_its_ledger_waits_and_says_so(arena: Arena) -> None:
     assert arena.refusal.body["error"]["code"] == "not_ready"
     assert arena.refusal.body["error"]["retryable"] is True
     assert arena.ready_after_ledger_s < 10
+    assert arena.start_log.count("the ledger does not answer") == 1
+    assert arena.start_log.count("the ledger is back") == 1
 
 
 class Outage:

@@ -210,7 +210,8 @@ class SessionRegistry:
                 with self.roster.slot(session), typed_refusals():
                     await self._take_handed(session, prepared)
             except ClientError as refused:
-                log.warning("session is not taken over: %s", refused.code)
+                if prepared.complains(refused.code.value):
+                    log.warning("session is not taken over: %s", refused.code)
 
     async def _take_handed(self, session: str, prepared: Prepared) -> SessionActor:
         claim = Claim(prepared.token_sha256, prepared.offer.fence)

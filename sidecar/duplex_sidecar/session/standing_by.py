@@ -51,6 +51,8 @@ class Prepared:
     lifecycle: ResolvedLifecycle
     warmer: Warmer
     until_s: float = 0.0
+    complaint: str = ""
+    """What the log says of it already: it is looked at too often to say the same each time."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def warm(self, loaded: LoadedSession) -> WarmStreams | None:
@@ -63,6 +65,11 @@ class Prepared:
 
     async def close(self) -> None:
         await self.warmer.close()
+
+    def complains(self, complaint: str) -> bool:
+        """Whether it is a new one."""
+        before, self.complaint = self.complaint, complaint
+        return complaint not in ("", before)
 
 
 @dataclass(eq=False)
@@ -237,9 +244,12 @@ class StandingBy:
 
     async def _follow(self, session: str, prepared: Prepared) -> None:
         try:
+        complaint = ""
             await prepared.warmer.follow(await self._ledger.load(session))
         except (LedgerError, *_NOT_WARM) as error:
-            log.info("streams do not follow yet: %s", type(error).__name__)
+            complaint = type(error).__name__
+        if prepared.complains(complaint):
+            log.info("streams do not follow yet: %s", complaint)
 
     async def _look_after(self, session: str, kept: Kept) -> None:
         clock_s = asyncio.get_running_loop().time
