@@ -131,6 +131,8 @@ class SessionActor:
         now = clock_s()
         self._opened_at, self._last_input_at = now - age_s, now
         self.ended = asyncio.Event()
+        self._without_ledger_at = float("-inf")
+        """When it was away last: input is refused then, and nobody finds the way here."""
         self.ending: Ending | None = None
         """Once it has ended: how."""
         self.left_warm: WarmStreams | None = None
@@ -449,13 +451,18 @@ class SessionActor:
 
     def _standing(self) -> Standing:
         return Standing(
-            now_s=self._clock_s(),
+            now_s=now_s,
             opened_s=self._opened_at,
-            last_input_s=self._last_input_at,
+            last_input_s=max(self._last_input_at, back_s),
             attached_s=self._clients.attached_s,
-            detached_s=self._clients.detached_s,
+            detached_s=None if detached_s is None else max(detached_s, back_s),
             turn_open=self._speech.turn_open,
             between_units=self._work is None
+        """Silence counts from when the ledger answers again."""
+        now_s, detached_s = self._clock_s(), self._clients.detached_s
+        if not self.ledger_answers:
+            self._without_ledger_at = now_s
+        back_s = self._without_ledger_at
             and self._keeper.held
             and not self._closing
             and not self._commands.waiting,
