@@ -19,7 +19,7 @@ from duplex_sidecar.ledger.moving import OFFER_MS, Offer
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase, SessionMeta
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.session.conversation import Conversation, decode_conversation
-from duplex_sidecar.session.ending import END_TIMEOUT_S
+from duplex_sidecar.session.ending import END_TIMEOUT_S, LAST_WRITE_S
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.rows import RowsMissing
 from duplex_sidecar.session.unit import UnitRunner
@@ -210,8 +210,9 @@ class StandingBy:
 
     async def _end(self, what: Prepared | Kept) -> None:
         if isinstance(what, Prepared):
-            with contextlib.suppress(LedgerError):
-                await self._ledger.moves.withdraw(what.offer)
+            with contextlib.suppress(LedgerError, TimeoutError):
+                async with asyncio.timeout(LAST_WRITE_S):  # an offer runs out by itself
+                    await self._ledger.moves.withdraw(what.offer)
         await _close(what)
 
     async def _meta(self, session: str) -> SessionMeta | None:
@@ -243,8 +244,8 @@ class StandingBy:
             await self.drop(session)
 
     async def _follow(self, session: str, prepared: Prepared) -> None:
-        try:
         complaint = ""
+        try:
             await prepared.warmer.follow(await self._ledger.load(session))
         except (LedgerError, *_NOT_WARM) as error:
             complaint = type(error).__name__
