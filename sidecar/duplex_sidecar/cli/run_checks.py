@@ -5,6 +5,8 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from duplex_api.ledger_address import without_login
 from duplex_api.manifest import load_manifests
 from duplex_api.resolve import UnknownPresetError
@@ -48,7 +50,8 @@ def require_servable(manifest: str, places: Mapping[str, str]) -> None:
 
     Raises NotRunnable for what it would refuse, CheckpointError for a checkpoint or a voice that is
     not there or cannot be used."""
-    settings = SidecarSettings(redis_url=_ANY_LEDGER, runtime_dir=places["cache_dir"], **places)
+    rest = {"redis_url": _ANY_LEDGER, "runtime_dir": places["cache_dir"]}
+    settings = msgspec.convert({**places, **rest}, SidecarSettings)
     manifests = load_manifests(manifest)
     session = manifests.only_session()
     model = load_model(settings)
