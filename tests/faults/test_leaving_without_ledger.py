@@ -143,7 +143,8 @@ async def test_a_park_that_the_ledger_does_not_hear_of_is_given_up(
         monkeypatch.setattr(here.ledger, "park", parking)
         with outage(valkey):
             here.registry.departures.drain(0.0)
-            await asyncio.wait_for(began.wait(), PATIENCE_S)
+            # On a machine that stands still the lease may run out first.
+            await eventually(lambda: began.is_set() or silent(here))
             assert not await leave(here)
     meta = await there.ledger.reader.meta(session)
     assert meta is not None
