@@ -60,6 +60,7 @@ class HelloLine(
     msgspec.Struct, frozen=True, rename="camel", tag_field="kind", tag="hello", kw_only=True
 ):
     """The first line. slots: sessions that fit at all; free_slots: that fit beside those here.
+    ledger_away: nothing but the ledger keeps it from being ready.
     understands: what it may be told beyond what the first release's sidecars could be."""
 
     replica: str
@@ -70,6 +71,7 @@ class HelloLine(
     free_slots: int = 0
     draining: bool = False
     ready: bool = False
+    ledger_away: bool = False
     understands: tuple[str, ...] = ()
 
 
@@ -79,6 +81,7 @@ class PodLine(
     ready: bool
     draining: bool = False
     free_slots: int = 0
+    ledger_away: bool = False
 
 
 class BeatLine(msgspec.Struct, frozen=True, tag_field="kind", tag="beat"):

@@ -39,6 +39,7 @@ MOST_ENDED = 8
 @dataclass(frozen=True, slots=True)
 class PodFeed:
     """One pod's latest word. slots, understands: of its hello.
+    ledger_away: it would be ready, were it not for the ledger.
     listed: since it connected it has told of every session there.
     told_to_drain: this operator has asked it to, whether or not the feed says so yet.
     ended: earlier starts of its sidecar, the last of them; a container is started again only once
@@ -56,12 +57,18 @@ class PodFeed:
     slots: int = 0
     free_slots: int = 0
     ready: bool = False
+    ledger_away: bool = False
     draining: bool = False
     told_to_drain: bool = False
     suspect: bool = False
     understands: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
     restarts: int = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can run what it has: it is ready, or waits for the ledger alone."""
+        return self.connected and not self.suspect and (self.ready or self.ledger_away)
 
     @property
     def takes_sessions(self) -> bool:
@@ -295,7 +302,11 @@ class Fleet:
                 self._hear_of_session(line, said)
             case PodLine():
                 told = replace(
-                    heard, ready=said.ready, draining=said.draining, free_slots=said.free_slots
+                    heard,
+                    ready=said.ready,
+                    ledger_away=said.ledger_away,
+                    draining=said.draining,
+                    free_slots=said.free_slots,
                 )
                 self._hear_end_of_list(line, told)
             case _:
@@ -388,6 +399,7 @@ def _greeted(feed: PodFeed, hello: HelloLine, restarts: int) -> PodFeed:
         slots=hello.slots,
         free_slots=hello.free_slots,
         ready=hello.ready,
+        ledger_away=hello.ledger_away,
         draining=hello.draining,
         understands=hello.understands,
         told_to_drain=feed.told_to_drain and feed.replica == hello.replica,

@@ -59,6 +59,7 @@ from duplex_operator.sidecar_client import (
     SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
+    retry_level,
 )
 from duplex_operator.store import Change
 from duplex_operator.tokens import TokenUnusableError, obtain_token
@@ -273,7 +274,6 @@ class SessionReconciler:
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:
-            log.warning("the route record of %s waits for the ledger", session.meta.key)
             return Nothing(RETRY_S)
         return None
 
@@ -424,7 +424,7 @@ class SessionReconciler:
         try:
             await client.park(facts.session.meta.uid)
         except (SidecarUnreachableError, SidecarRefusalError) as error:
-            log.info("parking %s: %s", facts.session.meta.key, error)
+            log.log(retry_level(error), "parking %s: %s", facts.session.meta.key, error)
             return Nothing(RETRY_S)
         return None
 
@@ -438,7 +438,7 @@ class SessionReconciler:
                 log.info("ending %s: it lives on elsewhere", facts.session.meta.key)
                 return Nothing(RETRY_S)
         except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
-            log.info("ending %s: %s", facts.session.meta.key, error)
+            log.log(retry_level(error), "ending %s: %s", facts.session.meta.key, error)
             return Nothing(RETRY_S)
         known.memory = replace(known.memory, ended=True)
         return None
@@ -461,7 +461,7 @@ class SessionReconciler:
                 await client.erase(uid)
             await self._context.routes.drop(uid)
         except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
-            log.info("erasing %s: %s", session.meta.key, error)
+            log.log(retry_level(error), "erasing %s: %s", session.meta.key, error)
             return Nothing(RETRY_S)
         known.memory = replace(known.memory, erased=True)
         return None

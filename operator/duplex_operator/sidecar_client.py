@@ -26,6 +26,7 @@ from duplex_api.admin import (
 )
 from duplex_operator.feed import MOST_LINE_BYTES, FeedLine, read_line
 from duplex_operator.lines import LineTooLongError, lines_of
+from duplex_operator.routes import LedgerAwayError
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,15 @@ class SidecarRefusalError(Exception):
 
 class SidecarUnreachableError(Exception):
     """No usable answer: whether the call took effect is unknown."""
+
+
+def retry_level(error: Exception) -> int:
+    """How loud the log says why something is tried again. That the ledger is away is said by
+    `routes`, for all sessions together."""
+    away = isinstance(error, LedgerAwayError) or (
+        isinstance(error, SidecarRefusalError) and error.code == "ledger_unavailable"
+    )
+    return logging.DEBUG if away else logging.INFO
 
 
 class _Problem(msgspec.Struct):

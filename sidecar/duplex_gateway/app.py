@@ -190,7 +190,6 @@ def _shutting_down() -> Ended:
 
 
 def _ledger_trouble(error: LedgerError) -> Ended:
-    log.warning("ledger cannot be read: %s", error.reason)
     detail = "" if isinstance(error, LedgerUnavailable) else "the ledger refuses this gateway"
     return Ended.because(CallEnd.FAILED, ErrorCode.LEDGER_UNAVAILABLE, detail)
 

@@ -197,8 +197,7 @@ class Call:
     async def _decision(self) -> Dial | Wait | Over:
         try:
             route, lease, mark = await self._directory.find(self._session)
-        except LedgerUnavailable as error:
-            log.warning("ledger cannot be read: %s", error.reason)
+        except LedgerUnavailable:
             return Wait(WaitReason.MOVING, None, wake=False)
         except LedgerError as error:
             raise Ended.because(
@@ -220,11 +219,9 @@ class Call:
             await self._sleep(wait)
             return
         if wait.wake and self._patience.wake_is_due(wait.fence):
-            try:
+            with contextlib.suppress(LedgerError):
                 await self._directory.wake(self._session)
                 self._metrics.woke()
-            except LedgerError as error:
-                log.warning("operator not woken: %s", error.reason)
         if self._patience.notice_is_due(wait.reason, wait.position):
             await self._notice(wait)
 

@@ -7,11 +7,13 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 from pydantic import ValidationError
 
+from duplex_api.ledger_outage import SETTLED_S, LedgerOutage
 from duplex_api.routes import (
     WAKE_FIELD,
     WAKE_MOST_ENTRIES,
@@ -38,10 +40,12 @@ _ADDRESS = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,
 
 
 class Directory:
-    """Every method raises `LedgerError`, usually `LedgerUnavailable`."""
+    """Every method raises `LedgerError`, usually `LedgerUnavailable`; the log has it by then."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._reads = LedgerOutage(log, settled_s=SETTLED_S)
+        self._writes = LedgerOutage(log, verb="take what is written", settled_s=SETTLED_S)
 
     async def close(self) -> None:
         await self._connection.close()
@@ -55,7 +59,8 @@ class Directory:
             ("GET", call_key(session)),
             ("TIME",),
         ]
-        route, meta, mark, now = await self._connection.read_many(session, commands)
+        with _told(self._reads):
+            route, meta, mark, now = await self._connection.read_many(session, commands)
         return (
             _route_of(cast("dict[bytes, bytes]", route)),
             _lease_of(cast("list[bytes | None]", meta), _time_ms(now)),
@@ -66,44 +71,59 @@ class Directory:
         """Of many sessions in one round trip."""
         commands: list[Command] = [("TIME",)]
         commands += [("HMGET", session_keys(name).meta, *_META_FIELDS) for name in sessions]
-        now, *metas = await self._connection.read_many("", commands)
+        with _told(self._reads):
+            now, *metas = await self._connection.read_many("", commands)
         return [_lease_of(cast("list[bytes | None]", meta), _time_ms(now)) for meta in metas]
 
     async def wake(self, session: str) -> None:
         """Tell the operator that a client waits for a session which nobody runs."""
-        await self._connection.read(
-            session,
-            ("XADD", WAKE_STREAM, "MAXLEN", "~", WAKE_MOST_ENTRIES, "*", WAKE_FIELD, session),
-        )
+        with _told(self._writes):
+            await self._connection.read(
+                session,
+                ("XADD", WAKE_STREAM, "MAXLEN", "~", WAKE_MOST_ENTRIES, "*", WAKE_FIELD, session),
+            )
 
     async def claim_call(self, session: str, token: str) -> str:
         """A mark that makes this call the session's newest, for all gateways. A ledger that takes
         no writes costs nobody a call: then there is no mark ("")."""
         mark = f"{secrets.token_hex(8)}.{_sha256(token)[:_MARK_CHARACTERS]}"
         try:
-            await self._connection.read(
-                session, ("SET", call_key(session), mark, "EX", CALL_KEPT_S)
-            )
+            with _told(self._writes):
+                await self._connection.read(
+                    session, ("SET", call_key(session), mark, "EX", CALL_KEPT_S)
+                )
         except LedgerUnavailable:
             raise
-        except LedgerError as error:
-            log.warning("call is not marked: %s", error.reason)
+        except LedgerError:
             return ""
         return mark
 
 
 async def connect_directory(url: str, retry_s: float) -> Directory:
     """Waits for a ledger that is not there yet. Raises LedgerUnsuitable."""
+    outage = LedgerOutage(log)
     while True:
         try:
             connection = await Connection.connect(
                 url, call_timeout_ms=1_000, load_timeout_ms=2_000, connections=16
             )
         except LedgerUnavailable as error:
-            log.warning("ledger not reachable yet: %s", error.reason)
+            outage.failed(error.reason)
             await asyncio.sleep(retry_s)
         else:
+            outage.answered()
             return Directory(connection)
+
+
+@contextmanager
+def _told(outage: LedgerOutage) -> Generator[None]:
+    """It hears how it went."""
+    try:
+        yield
+    except LedgerError as error:
+        outage.failed(error.reason)
+        raise
+    outage.answered()
 
 
 def token_matches(token: str, route: RouteRecord | None, lease: LeaseView | None) -> bool:

@@ -87,6 +87,7 @@ class NewToken:
         self._tokens = tokens
         self._token_sha256 = token_sha256
         self._telling: asyncio.Task[None] | None = None
+        self._complained = False
 
     def said(self) -> None:
         """A message came. Where the ledger could not be told at the last one, it is told now."""
@@ -102,7 +103,9 @@ class NewToken:
         try:
             await self._ledger.confirm_token(self._lease(), self._token_sha256)
         except (LedgerUnavailable, ServerFull) as error:
-            log.info("a new token is not confirmed yet: %s", error.reason)
+            if not self._complained:  # it is tried with each message
+                log.info("a new token is not confirmed yet: %s", error.reason)
+            self._complained = True
         except LedgerError as error:
             log.warning("a new token is not confirmed: %s", type(error).__name__)
             self._answered()
