@@ -45,7 +45,7 @@ async def test_one_that_is_full_is_told_of_once(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     directory = Directory(cast("Connection", Away(ServerFull("", "full"))))
     for _ in range(20):
-        assert await directory.claim_call("a-session") == ""
+        assert await directory.claim_call("a-session", "a-token") == ""
         with pytest.raises(ServerFull):
             await directory.wake("a-session")
     assert [record.getMessage() for record in caplog.records] == [
