@@ -15,6 +15,7 @@ from secrets import token_hex
 
 import httpx
 from openai import AsyncOpenAI
+from websockets.exceptions import WebSocketException
 
 MANIFEST = Path(__file__).with_name("session.yaml").read_text()
 
@@ -59,9 +60,35 @@ async def talk(
         await speaking
 
 
+def complain(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def main(url: str, token_file: str, recording: str, reply_file: str = "reply.wav") -> int:
+    url = url.rstrip("/")
+    try:
+        admin_token = Path(token_file).read_text(encoding="ascii").strip()
+        with wave.open(recording) as speech:
+            if (speech.getnchannels(), speech.getsampwidth()) != (1, 2):
+                return complain(f"{recording} is not mono with 16 bits a sample")
+            Path(reply_file).open("ab").close()  # before a session is opened for it
+            session, token = open_session(url, admin_token)
+            with wave.open(reply_file, "wb") as reply:
+                reply.setparams((1, 2, 24_000, 0, "NONE", ""))
+                asyncio.run(talk(url, session, token, speech, reply))
+    except UnicodeDecodeError:
+        return complain(f"{token_file} holds no admin token")
+    except (wave.Error, EOFError) as error:
+        return complain(f"{recording} is no WAV file: {str(error) or 'it ends too early'}")
+    except (httpx.HTTPError, httpx.InvalidURL, WebSocketException) as error:
+        return complain(f"{url}: {str(error).partition(chr(10))[0] or type(error).__name__}")
+    except OSError as error:
+        return complain(f"{error.filename or url}: {error.strerror or error}")
+    return 0
+
+
 if __name__ == "__main__":
-    url, token_file, recording, *rest = sys.argv[1:]
-    session, token = open_session(url, Path(token_file).read_text())
-    with wave.open(recording) as speech, wave.open((rest or ["reply.wav"])[0], "wb") as reply:
-        reply.setparams((1, 2, 24_000, 0, "NONE", ""))
-        asyncio.run(talk(url, session, token, speech, reply))
+    if len(sys.argv) not in (4, 5):
+        sys.exit(complain(str(__doc__)))
+    sys.exit(main(*sys.argv[1:]))

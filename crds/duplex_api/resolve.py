@@ -86,6 +86,8 @@ DEFAULT_LIFECYCLE = Lifecycle(
     ttl_after_finished="1h",
     retention="24h",
 )
+LEAST_RETENTION_MS = 10_000
+"""A ledger outlives a lease whose owner is late to renew it, and the search for the next owner."""
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 """Contract section C. Kept under `greedy` too, where nothing looks at them."""
 DEFAULT_OUTPUT = Output(modalities=(Modality.AUDIO, Modality.TEXT), audio_format=AudioFormat.PCM)
@@ -179,8 +181,15 @@ def _resolve_lifecycle(lifecycle: Lifecycle) -> ResolvedLifecycle:
         max_duration_ms=duration_ms(_known(named.max_duration)),
         park_after_ms=duration_ms(_known(named.park_after)),
         ttl_after_finished_ms=duration_ms(_known(named.ttl_after_finished)),
-        retention_ms=duration_ms(_known(named.retention)),
+        retention_ms=retention_ms(named),
     )
+
+
+def retention_ms(lifecycle: Lifecycle | None) -> int:
+    """How long the ledger outlives its last use: what is named, or the default, but never less than
+    `LEAST_RETENTION_MS`."""
+    named = None if lifecycle is None else lifecycle.retention
+    return max(duration_ms(named or _known(DEFAULT_LIFECYCLE.retention)), LEAST_RETENTION_MS)
 
 
 def _over(defaults: _Model, named: _Model) -> _Model:

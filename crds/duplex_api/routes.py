@@ -54,7 +54,8 @@ class RouteRecord(ApiModel):
     token_sha256: Sha256Hex
     """Of the token that lets a client in."""
     token_sha256_next: Sha256Hex | None = None
-    """Of the token that replaces it: both are good until the record names one again."""
+    """Of the token that replaces it: both are good until the record names one again, or the ledger
+    has this one as the one that lets in."""
     phase: SessionPhase
     pool: NamespacedName
     session: NamespacedName

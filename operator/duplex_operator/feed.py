@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from duplex_api.admin import POD_UID
+
 MOST_LINE_BYTES = 65_536
 
 
@@ -58,16 +60,18 @@ class HelloLine(
     msgspec.Struct, frozen=True, rename="camel", tag_field="kind", tag="hello", kw_only=True
 ):
     """The first line. slots: sessions that fit at all; free_slots: that fit beside those here.
+    ledger_away: nothing but the ledger keeps it from being ready.
     understands: what it may be told beyond what the first release's sidecars could be."""
 
     replica: str
-    pod_uid: str = msgspec.field(name="podUID", default="")
+    pod_uid: str = msgspec.field(name=POD_UID, default="")
     version: str = ""
     model_name: str = ""
     slots: int
     free_slots: int = 0
     draining: bool = False
     ready: bool = False
+    ledger_away: bool = False
     understands: tuple[str, ...] = ()
 
 
@@ -77,6 +81,7 @@ class PodLine(
     ready: bool
     draining: bool = False
     free_slots: int = 0
+    ledger_away: bool = False
 
 
 class BeatLine(msgspec.Struct, frozen=True, tag_field="kind", tag="beat"):

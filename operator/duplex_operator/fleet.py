@@ -39,10 +39,12 @@ MOST_ENDED = 8
 @dataclass(frozen=True, slots=True)
 class PodFeed:
     """One pod's latest word. slots, understands: of its hello.
+    ledger_away: it would be ready, were it not for the ledger.
     listed: since it connected it has told of every session there.
     told_to_drain: this operator has asked it to, whether or not the feed says so yet.
     ended: earlier starts of its sidecar, the last of them; a container is started again only once
-    it has ended."""
+    it has ended. restarts: its container had been started again at least so often when `replica`
+    began."""
 
     pod_uid: str
     pod: ObjectKey
@@ -55,11 +57,18 @@ class PodFeed:
     slots: int = 0
     free_slots: int = 0
     ready: bool = False
+    ledger_away: bool = False
     draining: bool = False
     told_to_drain: bool = False
     suspect: bool = False
     understands: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
+    restarts: int = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can run what it has: it is ready, or waits for the ledger alone."""
+        return self.connected and not self.suspect and (self.ready or self.ledger_away)
 
     @property
     def takes_sessions(self) -> bool:
@@ -129,11 +138,11 @@ class Fleet:
 
     def ended_replicas(self, pod_uid: str) -> tuple[str, ...]:
         """Starts of the pod's sidecar that are proven to be over: another one has said hello since,
-        or the kubelet says that the container has ended and nothing is heard of it."""
+        or the kubelet says that its container has ended and nothing is heard of it."""
         feed, pod = self.pod(pod_uid), self._store.pod_by_uid(pod_uid)
         if feed is None:
             return ()
-        over = pod is not None and pod.sidecar_terminated and not feed.connected
+        over = pod is not None and has_ended(pod, feed) and not feed.connected
         return (*feed.ended, feed.replica) if over and feed.replica else feed.ended
 
     def any_client(self) -> SidecarClient | None:
@@ -286,13 +295,18 @@ class Fleet:
         match said:
             case HelloLine():
                 line.untold = set(line.sessions)
-                self._update(line, _greeted(heard, said))
+                pod = self._store.pod_by_uid(line.feed.pod_uid)
+                self._update(line, _greeted(heard, said, 0 if pod is None else _restarts(pod)))
             case FeedSession():
                 self._update(line, heard)
                 self._hear_of_session(line, said)
             case PodLine():
                 told = replace(
-                    heard, ready=said.ready, draining=said.draining, free_slots=said.free_slots
+                    heard,
+                    ready=said.ready,
+                    ledger_away=said.ledger_away,
+                    draining=said.draining,
+                    free_slots=said.free_slots,
                 )
                 self._hear_end_of_list(line, told)
             case _:
@@ -355,11 +369,28 @@ class Fleet:
             self._dirty.mark(Kind.SESSION, session.meta.key, urgent=True)
 
 
-def _greeted(feed: PodFeed, hello: HelloLine) -> PodFeed:
+def has_ended(pod: PodObject, feed: PodFeed | None) -> bool:
+    """Whether the container that the kubelet says has ended is the one of the feed's replica. The
+    pod's object lags behind: it may still tell of the start before."""
+    return bool(pod.sidecar_terminated) and pod.sidecar_restarts >= (feed.restarts if feed else 0)
+
+
+def _restarts(pod: PodObject) -> int:
+    """How often at least the container has been started again if a sidecar speaks in it now."""
+    return pod.sidecar_restarts + (1 if pod.sidecar_terminated else 0)
+
+
+def _greeted(feed: PodFeed, hello: HelloLine, restarts: int) -> PodFeed:
+    """restarts: of the container, at least, as the pod's object has it."""
     another = feed.replica not in ("", hello.replica)
+    if another:
+        restarts = max(restarts, feed.restarts + 1)
+    elif feed.replica:
+        restarts = feed.restarts  # it has not begun anew
     return replace(
         feed,
         ended=(*feed.ended, feed.replica)[-MOST_ENDED:] if another else feed.ended,
+        restarts=restarts,
         connected=True,
         listed=False,
         replica=hello.replica,
@@ -368,6 +399,7 @@ def _greeted(feed: PodFeed, hello: HelloLine) -> PodFeed:
         slots=hello.slots,
         free_slots=hello.free_slots,
         ready=hello.ready,
+        ledger_away=hello.ledger_away,
         draining=hello.draining,
         understands=hello.understands,
         told_to_drain=feed.told_to_drain and feed.replica == hello.replica,

@@ -30,8 +30,6 @@ TOKEN_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER},{LABEL_COMPONENT}={COMPONE
 """The Secrets with clients' tokens that this operator made."""
 
 ADMIN_PORT = 8766
-ADMIN_VERSION_HEADER = "Duplex-Admin-Version"
-ADMIN_VERSION = "1"
 
 TOKEN_KEY = "token"
 CA_KEY = "ca.crt"

@@ -4,6 +4,7 @@ sidecar can tell."""
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from duplex_api.resolve import retention_ms
 from duplex_api.routes import RouteRecord
 from duplex_api.session import Placement, SessionPhase
 from duplex_operator.context import Context
@@ -17,13 +18,12 @@ from duplex_operator.decide.facts import (
     PodView,
     SessionFacts,
     Token,
-    lifecycle_ms,
 )
 from duplex_operator.decide.placement import Assignment
 from duplex_operator.decide.pods import Mark
 from duplex_operator.decide.status import RUNNING_PHASES
 from duplex_operator.feed import FeedPhase, FeedSession
-from duplex_operator.fleet import PodFeed
+from duplex_operator.fleet import PodFeed, has_ended
 from duplex_operator.objects import PodObject, PodPhase, SessionObject
 from duplex_operator.routes import LeaseView, LedgerAwayError
 
@@ -38,7 +38,8 @@ _LEDGER_PHASES = {"": LedgerPhase.NONE, "parked": LedgerPhase.PARKED, "ended": L
 @dataclass(slots=True)
 class Known:
     """What is remembered of one session between looks. route: as last written or read. replaced:
-    sha256 of the token that `token` replaces and that lets clients in still; empty for none."""
+    sha256 of the token that `token` replaces and that lets clients in still; empty for none. It is
+    `token` itself while that has been changed back and its sidecar does not know it yet."""
 
     memory: Memory = field(default_factory=Memory)
     token: Token | None = None
@@ -176,7 +177,7 @@ class Observer:
 def route_keep_ms(session: SessionObject) -> int:
     """How long a route record outlives its last writing: twice the ledger's retention, at least
     an hour, so that it never goes before the ledger does."""
-    return max(2 * lifecycle_ms(session.spec, "retention"), 3_600_000)
+    return max(2 * retention_ms(session.spec.lifecycle), 3_600_000)
 
 
 def _forgive(known: Known, now_ms: int) -> None:
@@ -221,7 +222,7 @@ def _judge_object(
         health = PodHealth.LIVE if feed.listed else PodHealth.UNHEARD
         leaving = pod.mark == Mark.DRAINING or feed.draining or feed.told_to_drain
         return PodView(uid, name, health, leaving=leaving)
-    if pod.sidecar_terminated:
+    if has_ended(pod, feed):
         sentence = f"the sidecar of pod {name} has ended ({pod.sidecar_terminated})"
         return PodView(uid, name, PodHealth.DEAD, "SidecarEnded", sentence)
     return None

@@ -33,6 +33,7 @@ from duplex_operator.sidecar_client import (
     SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
+    retry_level,
 )
 
 log = logging.getLogger(__name__)
@@ -200,5 +201,5 @@ async def _end(client: SidecarClient, session: str) -> bool:
     try:
         return await client.end(session, ENDED_BY_CHECKPOINT)
     except SidecarRefusalError as error:
-        log.info("%s cannot be ended: %s", session, error)
+        log.log(retry_level(error), "%s cannot be ended: %s", session, error)
         return False

@@ -12,7 +12,7 @@ from duplex_operator.decide.pods import PodDecision, PodView, PoolPlan
 from duplex_operator.decide.pool_status import PoolFacts, pool_status
 from duplex_operator.objects import PodObject, read_pool
 from duplex_operator.pool_look import PoolLook
-from duplex_operator.pool_view import own_pods, queued_for, view_pods
+from duplex_operator.pool_view import own_pods, queued_for, view_pods, without_ledger
 from duplex_operator.resources.pods import pool_selector
 
 COUNTS_PERIOD_S = 2.0
@@ -60,6 +60,7 @@ class PoolReport:
                 views=views,
                 queued=queued_for(self._context, look.pool),
                 old=decision.old,
+                without_ledger=without_ledger(self._context, pods),
                 waits=_waits(pods),
                 trouble=look.trouble,
             ),

@@ -58,7 +58,7 @@ def _view_pod(
     feed = context.fleet.pod(pod.meta.uid)
     created_ms = pod.meta.created_ms
     attempt = annotations.get(ANNOTATION_ATTEMPT, "")
-    state = _state(pod, leave, stuck_before_ms)
+    state = _state(pod, leave, stuck_before_ms, is_up=feed is not None and feed.is_up)
     return PodView(
         name=pod.meta.key.name,
         uid=pod.meta.uid,
@@ -94,6 +94,12 @@ def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
     )
 
 
+def without_ledger(context: Context, pods: Sequence[PodObject]) -> int:
+    """How many of them nothing but the ledger keeps from being ready, by their feeds."""
+    feeds = (context.fleet.pod(pod.meta.uid) for pod in pods)
+    return sum(feed is not None and feed.is_up and feed.ledger_away for feed in feeds)
+
+
 def talkers_on(context: Context, pod_uid: str) -> int:
     """Sessions that run there and have a client, by its feed; of those that are gone from
     Kubernetes nobody takes care any more."""
@@ -116,7 +122,8 @@ def queued_for(context: Context, pool: PoolObject) -> int:
     return waiting
 
 
-def _state(pod: PodObject, leave: Leave | None, stuck_before_ms: int) -> PodState:
+def _state(pod: PodObject, leave: Leave | None, stuck_before_ms: int, *, is_up: bool) -> PodState:
+    """is_up: by its feed, which is ahead of the kubelet."""
     if pod.meta.deleting:
         return PodState.DELETING
     if pod.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED):
@@ -128,4 +135,6 @@ def _state(pod: PodObject, leave: Leave | None, stuck_before_ms: int) -> PodStat
     loops = pod.sidecar_waits == _CRASH_LOOP and pod.sidecar_restarts >= BROKEN_AFTER_RESTARTS
     runs = pod.phase is PodPhase.RUNNING and not pod.sidecar_waits
     stuck = runs and 0 < pod.readiness_changed_ms <= stuck_before_ms
-    return PodState.BROKEN if loops or stuck else PodState.STARTING
+    if loops or stuck:
+        return PodState.BROKEN
+    return PodState.WAITING if is_up else PodState.STARTING

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from duplex_api.admin import RESUME
 from duplex_api.constants import API_VERSION, SESSION_KIND
 from duplex_api.given_voices import given_voice_name
 from duplex_api.session import SessionPhase, SessionStatus
@@ -55,10 +56,10 @@ from duplex_operator.observe import Known, Observer
 from duplex_operator.routes import LedgerAwayError
 from duplex_operator.session_route import LATEST_LOOK_S, keep_route
 from duplex_operator.sidecar_client import (
-    RESUME,
     SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
+    retry_level,
 )
 from duplex_operator.store import Change
 from duplex_operator.tokens import TokenUnusableError, obtain_token
@@ -273,11 +274,9 @@ class SessionReconciler:
         if known.token_lost and facts.placement is not None:
             known.memory = replace(known.memory, token_untold=True)
         known.token, known.token_lost = token, False
-        known.replaced = "" if known.replaced == token.sha256 else known.replaced
         try:
             await keep_route(self._context, session, known)
         except LedgerAwayError:
-            log.warning("the route record of %s waits for the ledger", session.meta.key)
             return Nothing(RETRY_S)
         return None
 
@@ -428,7 +427,7 @@ class SessionReconciler:
         try:
             await client.park(facts.session.meta.uid)
         except (SidecarUnreachableError, SidecarRefusalError) as error:
-            log.info("parking %s: %s", facts.session.meta.key, error)
+            log.log(retry_level(error), "parking %s: %s", facts.session.meta.key, error)
             return Nothing(RETRY_S)
         return None
 
@@ -442,7 +441,7 @@ class SessionReconciler:
                 log.info("ending %s: it lives on elsewhere", facts.session.meta.key)
                 return Nothing(RETRY_S)
         except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
-            log.info("ending %s: %s", facts.session.meta.key, error)
+            log.log(retry_level(error), "ending %s: %s", facts.session.meta.key, error)
             return Nothing(RETRY_S)
         known.memory = replace(known.memory, ended=True)
         return None
@@ -465,7 +464,7 @@ class SessionReconciler:
                 await client.erase(uid)
             await self._context.routes.drop(uid)
         except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
-            log.info("erasing %s: %s", session.meta.key, error)
+            log.log(retry_level(error), "erasing %s: %s", session.meta.key, error)
             return Nothing(RETRY_S)
         known.memory = replace(known.memory, erased=True)
         return None

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
+from duplex_api.ledger_outage import SETTLED_S, LedgerOutage
 from duplex_api.routes import (
     ROUTE_PATTERN,
     WAKE_FIELD,
@@ -52,11 +53,13 @@ class LeaseView:
 
 
 class Routes:
-    """redis_url: as in `ledger_server`. `close` it."""
+    """redis_url: as in `ledger_server`. `close` it. That the ledger is away is in the log by the
+    time that a caller learns of it."""
 
     def __init__(self, redis_url: str) -> None:
         self._clients = open_ledger(redis_url, CALL_TIMEOUT_S)
         self._redis = self._clients.redis
+        self._outage = LedgerOutage(log, settled_s=SETTLED_S)
         self.calls = 0
         self.failures = 0
 
@@ -152,6 +155,11 @@ class Routes:
                         {WAKE_STREAM: at}, count=WAKE_BATCH, block=WAKE_BLOCK_MS
                     )
                 )
+                if not answer:
+                    # A stream that begins anew under an earlier clock (a failover, an emptied
+                    # server) has names below the one that was heard last.
+                    newest = await self._newest_wake()
+                    last = newest if _order(newest) < _order(last) else last
             except LedgerAwayError:
                 await asyncio.sleep(1.0)
                 continue
@@ -172,8 +180,11 @@ class Routes:
         except (RedisError, OSError, TimeoutError) as error:
             raise_if_cancelled()
             self.failures += 1
+            # No text: it may quote the address, and so a password.
+            self._outage.failed(type(error).__name__)
             raise LedgerAwayError(type(error).__name__) from error
         raise_if_cancelled()
+        self._outage.answered()
         return answer
 
 
@@ -183,6 +194,12 @@ def _entries(answer: object) -> Iterable[tuple[str, str]]:
     for _, entries in streams:
         for entry, fields in entries:
             yield entry, fields.get(WAKE_FIELD, "")
+
+
+def _order(entry: str) -> tuple[int, int]:
+    """An entry's id as it is compared: <ms>-<number>."""
+    ms, _, number = entry.partition("-")
+    return int(ms), int(number)
 
 
 def _meta_key(uid: str) -> str:

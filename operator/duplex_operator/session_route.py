@@ -1,7 +1,11 @@
 """A session's route record, kept as its status is: what the gateways let clients in by.
 
 A token that was changed stays in it beside the new one until a message has come under that. The
-sidecar refuses the old one from then on; here it is noticed a little later.
+sidecar refuses the old one from then on, and so do the gateways, which look into the ledger, too;
+here it is noticed a little later.
+
+One that is changed back is named twice until the sidecar has been told: only then is it certain
+that nothing comes under the one in between any more.
 """
 
 from duplex_api.routes import RouteRecord
@@ -24,7 +28,8 @@ async def keep_route(context: Context, session: SessionObject, known: Known) -> 
         let_in = await context.routes.token_let_in(session.meta.uid)
         if known.token is not token:
             return SOONEST_LOOK_S  # changed once more meanwhile: what was seen says nothing of that
-        known.replaced = "" if let_in == token.sha256 else let_in
+        untold = known.memory.token_untold and session.status.placement is not None
+        known.replaced = "" if let_in == token.sha256 and not untold else let_in
     status = session.status
     record = RouteRecord(
         token_sha256=known.replaced or token.sha256,

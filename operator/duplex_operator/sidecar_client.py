@@ -14,9 +14,19 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from duplex_api.admin import (
+    ADMIN_PREFIX,
+    ADMIN_VERSION,
+    ADMIN_VERSION_HEADER,
+    GRACE_SECONDS,
+    POD_UID,
+    RESUME,
+    TOKEN_HASH,
+    VOICE_FILE,
+)
 from duplex_operator.feed import MOST_LINE_BYTES, FeedLine, read_line
 from duplex_operator.lines import LineTooLongError, lines_of
-from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
+from duplex_operator.routes import LedgerAwayError
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +44,6 @@ below the time of a call."""
 FEED_SILENCE_S = 10.0
 """A feed without a line (not even a beat) for this long is dialled anew."""
 MOST_ANSWER_BYTES = 1_048_576
-RESUME = "resume"
-"""A field of `put_session`; the first release's sidecars refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,15 @@ class SidecarUnreachableError(Exception):
     """No usable answer: whether the call took effect is unknown."""
 
 
+def retry_level(error: Exception) -> int:
+    """How loud the log says why something is tried again. That the ledger is away is said by
+    `routes`, for all sessions together."""
+    away = isinstance(error, LedgerAwayError) or (
+        isinstance(error, SidecarRefusalError) and error.code == "ledger_unavailable"
+    )
+    return logging.DEBUG if away else logging.INFO
+
+
 class _Problem(msgspec.Struct):
     path: str = ""
     message: str = ""
@@ -104,7 +121,7 @@ class SidecarClient:
         self._address = address
         scheme = "https" if credentials.ca_pem else "http"
         host = f"[{address.host}]" if ":" in address.host else address.host
-        self._base = f"{scheme}://{host}:{address.port}/admin/v1"
+        self._base = f"{scheme}://{host}:{address.port}{ADMIN_PREFIX}"
         self._server_name = address.server_name if credentials.ca_pem else None
         tls = ssl.create_default_context(cadata=credentials.ca_pem) if credentials.ca_pem else True
         self._http = aiohttp.ClientSession(
@@ -155,7 +172,7 @@ class SidecarClient:
     async def hand_over(self, uid: str, replica: str, fence: int) -> None:
         """Gives it to a replica that is prepared under that fence. Repeating it changes nothing.
         Raises SidecarRefusalError where it goes on there or is not there."""
-        body = {"target": replica, "fence": fence, "graceSeconds": TURN_END_S}
+        body = {"target": replica, "fence": fence, GRACE_SECONDS: TURN_END_S}
         await self._call("POST", f"/sessions/{uid}/hand-over", body)
 
     async def park(self, uid: str) -> None:
@@ -177,11 +194,11 @@ class SidecarClient:
             return False
 
     async def drain(self, grace_s: float) -> None:
-        await self._call("POST", "/drain", {"graceSeconds": round(grace_s)})
+        await self._call("POST", "/drain", {GRACE_SECONDS: round(grace_s)})
 
     async def declare_dead(self, pod_uid: str) -> None:
         """Proof that every replica of that pod is dead: the sidecar breaks their leases."""
-        await self._call("POST", "/dead-replicas", {"podUID": pod_uid})
+        await self._call("POST", "/dead-replicas", {POD_UID: pod_uid})
 
     async def declare_replica_dead(self, replica: str) -> None:
         """The same of one start of a sidecar: its pod may live, with another one."""
@@ -237,9 +254,9 @@ class SidecarClient:
 def _order(
     manifest: str, token_sha256: str, fence: int, voice_file: bytes | None
 ) -> dict[str, Any]:
-    body: dict[str, Any] = {"manifest": manifest, "tokenHash": token_sha256, "fence": fence}
+    body: dict[str, Any] = {"manifest": manifest, TOKEN_HASH: token_sha256, "fence": fence}
     if voice_file is not None:
-        body["voiceFile"] = base64.b64encode(voice_file).decode()
+        body[VOICE_FILE] = base64.b64encode(voice_file).decode()
     return body
 
 

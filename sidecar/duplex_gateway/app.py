@@ -117,7 +117,7 @@ class Gateway:
         last_sequence: int | None,
     ) -> Ended:
         try:
-            mark = await directory.claim_call(session)
+            mark = await directory.claim_call(session, token)
         except LedgerError as error:
             raise _ledger_trouble(error) from None
         parts = CallParts(directory, self._watch, self.metrics, self.settings.queue_wait_s)
@@ -159,12 +159,12 @@ class Gateway:
     ) -> None:
         """A wrong token, an unknown session and an impossible name look the same. Raises Ended."""
         try:
-            route = (await directory.find(session))[0]
+            route, lease, _ = await directory.find(session)
         except ValueError:
-            route = None
+            route = lease = None
         except LedgerError as error:
             raise _ledger_trouble(error) from None
-        if not token_matches(token, route):
+        if not token_matches(token, route, lease):
             self._attempts.failed(address, time.monotonic())
             self.metrics.failed_attempt()
             raise Ended.because(CallEnd.REFUSED, ErrorCode.SESSION_NOT_FOUND)
@@ -190,7 +190,6 @@ def _shutting_down() -> Ended:
 
 
 def _ledger_trouble(error: LedgerError) -> Ended:
-    log.warning("ledger cannot be read: %s", error.reason)
     detail = "" if isinstance(error, LedgerUnavailable) else "the ledger refuses this gateway"
     return Ended.because(CallEnd.FAILED, ErrorCode.LEDGER_UNAVAILABLE, detail)
 

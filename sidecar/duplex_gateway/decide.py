@@ -12,13 +12,15 @@ from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
 class LeaseView(msgspec.Struct, frozen=True):
     """What the ledger says of its owner. remaining_ms: <= 0 when nobody holds the lease. address:
-    host:port of the owner's door, "" where it did not say. phase: as the ledger has it."""
+    host:port of the owner's door, "" where it did not say. phase: as the ledger has it.
+    token_sha256: of the client's token that lets in, until a message has come under another one."""
 
     fence: int
     remaining_ms: int
     address: str
     phase: str
     reason: str
+    token_sha256: str = ""
 
 
 class WaitReason(StrEnum):

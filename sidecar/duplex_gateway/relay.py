@@ -17,7 +17,7 @@ from duplex_gateway.exchange import Exchange, first_end
 from duplex_gateway.held import Room
 from duplex_gateway.metrics import CallEnd, Metrics
 from duplex_gateway.resume import ResumeState
-from duplex_gateway.routing import Directory, token_matches
+from duplex_gateway.routing import Directory, is_newer, token_matches
 from duplex_gateway.upstream import Lost, Unreachable, Upstream, dialled
 from duplex_gateway.waiting import REST_S, Patience
 from duplex_gateway.watch import LeaseWatch
@@ -197,16 +197,15 @@ class Call:
     async def _decision(self) -> Dial | Wait | Over:
         try:
             route, lease, mark = await self._directory.find(self._session)
-        except LedgerUnavailable as error:
-            log.warning("ledger cannot be read: %s", error.reason)
+        except LedgerUnavailable:
             return Wait(WaitReason.MOVING, None, wake=False)
         except LedgerError as error:
             raise Ended.because(
                 CallEnd.FAILED, ErrorCode.LEDGER_UNAVAILABLE, error.reason
             ) from None
-        if route is not None and not token_matches(self._token, route):
+        if route is not None and not token_matches(self._token, route, lease):
             raise Ended.because(CallEnd.REFUSED, ErrorCode.SESSION_NOT_FOUND)
-        if self._mark and mark and mark != self._mark:
+        if is_newer(mark, self._mark, route, lease):
             raise Ended.because(CallEnd.TAKEN_OVER, ErrorCode.SESSION_TAKEN_OVER)
         decision = decide(route, lease)
         if isinstance(decision, Dial) and decision.fence < self._state.fence:
@@ -220,11 +219,9 @@ class Call:
             await self._sleep(wait)
             return
         if wait.wake and self._patience.wake_is_due(wait.fence):
-            try:
+            with contextlib.suppress(LedgerError):
                 await self._directory.wake(self._session)
                 self._metrics.woke()
-            except LedgerError as error:
-                log.warning("operator not woken: %s", error.reason)
         if self._patience.notice_is_due(wait.reason, wait.position):
             await self._notice(wait)
 

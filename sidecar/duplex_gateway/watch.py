@@ -58,8 +58,8 @@ class LeaseWatch:
             try:
                 for start in range(0, len(watched), BATCH_SESSIONS):
                     await _look(directory, watched[start : start + BATCH_SESSIONS])
-            except LedgerError as error:
-                log.warning("leases cannot be read: %s", error.reason)
+            except LedgerError:
+                continue
             except Exception:
                 # Of all calls together: one that it cannot cope with must not blind the others.
                 log.exception("leases cannot be looked at")

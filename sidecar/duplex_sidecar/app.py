@@ -17,15 +17,11 @@ from typing import Any
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from duplex_api.admin import ADMIN_VERSION, POD_UID
+from duplex_api.ledger_outage import LedgerOutage
 from duplex_sidecar.admin.api import admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
-from duplex_sidecar.admin.guard import (
-    VERSION,
-    AdminGuard,
-    guards_admin,
-    guards_all,
-    guards_status,
-)
+from duplex_sidecar.admin.guard import AdminGuard, guards_admin, guards_all, guards_status
 from duplex_sidecar.admin.statusz import status_page
 from duplex_sidecar.admin.tokens import AdminToken, FixedToken, TokenFile, file_reader
 from duplex_sidecar.admin.views import UNDERSTANDS, session_view
@@ -98,7 +94,6 @@ class Sidecar:
         """Connect the ledger and start the stages side by side. Raises StageStartError,
         LedgerUnsuitable; waits for a ledger that is not there yet."""
         ledger, _ = await asyncio.gather(self._connect_ledger(), self.supervisor.start())
-        self.ledger = ledger
         pending = PendingErasures(Path(self.settings.cache_dir), self.settings.redis_url)
         assembly = Assembly(
             model=self.model,
@@ -159,29 +154,34 @@ class Sidecar:
     def hindrance(self) -> str | None:
         """What keeps this replica from taking any call. A ledger that was there and is away is
         none: each call is refused by that name, and sessions go on waiting for it."""
-        for stage in STAGES:
-            report = self.supervisor.report(stage)
-            if report.state is not StageState.READY:
-                return f"{stage}: {report.state}: {report.reason}"
+        stage = self._stage_under_way
+        if stage is not None:
+            return f"{stage.stage}: {stage.state}: {stage.reason}"
         return "ledger: connecting" if self.sessions is None else None
 
     @property
     def problem(self) -> str | None:
         """What keeps this replica from serving, None when it serves."""
-        return self.hindrance or self._ledger_away
-
-    @property
-    def _ledger_away(self) -> str | None:
-        return "ledger: away" if self._reach is not None and self._reach.away else None
+        away = self._reach is not None and self._reach.away
+        return self.hindrance or ("ledger: away" if away else None)
 
     @property
     def waits_for(self) -> str | None:
         """The same for strangers: which part, and its state, never why."""
-        for stage in STAGES:
-            state = self.supervisor.report(stage).state
-            if state is not StageState.READY:
-                return f"{stage}: {state}"
-        return self.problem
+        stage = self._stage_under_way
+        return self.problem if stage is None else f"{stage.stage}: {stage.state}"
+
+    @property
+    def ledger_away(self) -> bool:
+        """Whether nothing but the ledger keeps this replica from serving."""
+        there = self.ledger is not None and not (self._reach is not None and self._reach.away)
+        return not there and self._stage_under_way is None
+
+    @property
+    def _stage_under_way(self) -> StageReport | None:
+        """The first one that is not ready."""
+        reports = (self.supervisor.report(stage) for stage in STAGES)
+        return next((each for each in reports if each.state is not StageState.READY), None)
 
     @property
     def draining(self) -> bool:
@@ -191,15 +191,16 @@ class Sidecar:
         """First line of the feed."""
         return {
             "kind": "hello",
-            "version": VERSION,
+            "version": ADMIN_VERSION,
             "replica": self.settings.replica,
-            "podUID": self.settings.pod_uid,
+            POD_UID: self.settings.pod_uid,
             "podName": self.settings.pod_name,
             "modelName": self.settings.model_name,
             "slots": self.settings.slots,
             "freeSlots": self.roster.free_slots,
             "draining": self.draining,
             "ready": self.problem is None,
+            "ledgerAway": self.ledger_away,
             "understands": UNDERSTANDS,
         }
 
@@ -210,13 +211,17 @@ class Sidecar:
         return await self.sessions.attach(session, token, last_sequence)
 
     async def _connect_ledger(self) -> Ledger:
+        outage = LedgerOutage(log)
         while True:
             try:
                 options = LedgerOptions(durability=self.settings.ledger_durability)
-                return await Ledger.connect(self.settings.redis_url, options)
+                self.ledger = await Ledger.connect(self.settings.redis_url, options)
             except LedgerUnavailable as error:
-                log.warning("ledger not reachable yet: %s", error.reason)
+                outage.failed(error.reason)
                 await asyncio.sleep(LEDGER_RETRY_S)
+            else:
+                outage.answered()
+                return self.ledger
 
     def _stages(self) -> StageSet:
         link = self.supervisor.link
@@ -351,8 +356,11 @@ def _serve_public(app: FastAPI, sidecar: Sidecar) -> None:
         return {"status": "ok"}
 
     @app.get("/readyz")
-    async def readyz() -> JSONResponse:
+    async def readyz(ledger: str = "") -> JSONResponse:
+        """ledger: "any" asks whether it is up, wherever the ledger is."""
         told = sidecar.problem if sidecar.settings.is_loopback else sidecar.waits_for
+        if ledger == "any" and sidecar.ledger_away:
+            told = None
         problem = "draining" if sidecar.draining else told
         return JSONResponse(
             {

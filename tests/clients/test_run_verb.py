@@ -40,10 +40,14 @@ class Lent:
     def realtime_url(self) -> str:
         return self.real.realtime_url
 
+    @property
+    def base_url(self) -> str:
+        return self.real.base_url
+
     def start(self) -> None:
         self.calls.append("start")
 
-    def wait_ready(self, on_progress: Callable[[str], None]) -> float:
+    def wait_ready(self, on_progress: Callable[[str], None] = lambda text: None) -> float:
         self.calls.append("ready")
         return self.real.wait_ready(on_progress)
 
@@ -118,7 +122,9 @@ def test_a_recording_gets_its_reply(
     status, seconds = call(bed, out, recording(tmp_path, 14), "session.yaml", "--speed", 10)
     assert status == 0
     assert seconds < 14
-    assert f"14 units, replies in {out}" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith("starting the sidecar: half a minute to a minute the sidecar ready in ")
+    assert f"14 units, replies in {out}" in told
     sound = sound_of(out)
     assert len(sound) > 24_000
     assert np.abs(sound).max() > 100

@@ -243,6 +243,45 @@ async def test_a_cordon_drains_and_replaces(rig: PoolRig) -> None:
     await rig.look_until(lambda: len(rig.pods()) == 1, "the deletion")
 
 
+async def test_nobody_goes_because_the_ledger_is_away(rig: PoolRig) -> None:
+    """All pods cease to be ready at once, in the middle of a roll-out: what is there stays, no
+    eviction is let through, and afterwards the roll-out goes on one by one."""
+    await rig.apply_pool(replicas=2, upgrade={"maxSurge": 0})
+    await rig.look()
+    await rig.all_ready()
+    talking, empty = rig.pods()
+    await rig.place("talk", talking)
+    await rig.look()
+    for admin in rig.admins.values():
+        admin.ledger_away = True
+        await admin.tell()
+    for pod in rig.pods():
+        await rig.pod_status(pod, {"phase": "Running"}, ready=False)
+    pods = rig.context.fleet.pods
+    await rig.until(lambda: all(feed.ledger_away for feed in pods()), "the news")
+    await rig.apply_pool(replicas=2, upgrade={"maxSurge": 0}, sharedMemory="2Gi")
+    rig.late_ms = 3_600_000
+    await rig.look(3)
+    assert {pod.meta.uid for pod in rig.pods()} == {talking.meta.uid, empty.meta.uid}
+    assert [pod.mark for pod in rig.pods()] == ["", ""]
+    assert (await rig.conditions())["Degraded"] == ("True", "LedgerAway")
+    with pytest.raises(KubeError, match=r"disruption budget|429"):
+        await evict(rig, talking)
+    # Back: the feeds know it first, the kubelet of one pod before the other.
+    for admin in rig.admins.values():
+        admin.ledger_away = False
+        await admin.tell()
+    await rig.until(lambda: not any(feed.ledger_away for feed in pods()), "the good news")
+    await rig.look(3)
+    assert [pod.mark for pod in rig.pods()] == ["", ""]
+    for pod in rig.pods():
+        await rig.pod_status(pod, {"phase": "Running"})
+    gone = empty.meta.key.name
+    await rig.look_until(lambda: gone not in rig.names(), "the next step of the roll-out")
+    assert of_name(rig, talking.meta.key.name).mark == ""
+    assert (await rig.conditions())["Degraded"][1] != "LedgerAway"
+
+
 @pytest.mark.parametrize("taint", ["ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"])
 async def test_a_taint_of_an_autoscaler_drains_and_replaces(rig: PoolRig, taint: str) -> None:
     """What an autoscaler says before it takes a node away; the eviction that it tries meanwhile is

@@ -23,6 +23,7 @@ class FakeAdmin:
     slots: int = 4
     sessions: dict[str, str] = field(default_factory=dict)
     draining: bool = False
+    ledger_away: bool = False
     answers: bool = True
     graces_s: list[float] = field(default_factory=list)
     ended: list[tuple[str, str]] = field(default_factory=list)
@@ -50,7 +51,7 @@ class FakeAdmin:
         while True:
             for uid, phase in sorted(self.sessions.items()):
                 await stream.write(_line(kind="session", session=uid, phase=phase))
-            await stream.write(_line(kind="pod", ready=True, draining=self.draining))
+            await stream.write(_line(kind="pod", draining=self.draining, **self._readiness()))
             async with self.changed:
                 await self.changed.wait()
 
@@ -62,8 +63,11 @@ class FakeAdmin:
             slots=self.slots,
             freeSlots=self.slots - len(self.sessions),
             draining=self.draining,
-            ready=True,
+            **self._readiness(),
         )
+
+    def _readiness(self) -> dict[str, bool]:
+        return {"ready": not self.ledger_away, "ledgerAway": self.ledger_away}
 
     async def _drain(self, request: web.Request) -> web.Response:
         self._allowed(request)

@@ -17,6 +17,7 @@ from duplex_sidecar.ledger.call import Head, PendingCall
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import LedgerOptions
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, ResyncRequired
@@ -292,6 +293,40 @@ async def test_ending_while_the_ledger_is_away_takes_bounded_time(
     await again.dial(here)
     await again.talk(7)
     check_events(again)
+
+
+async def test_time_without_the_ledger_is_nobodys_silence(
+    valkey: EmbeddedValkey, here: Replica, clock: Clock
+) -> None:
+    """Longer than idleTimeout, parkAfter and disconnectGrace: nobody is ended or parked for it."""
+    terms = Terms("context", idle="5m", park_after="2m", grace="30s")
+    callers = [Caller("stays"), Caller("leaves")]
+    for caller in callers:
+        await here.open(caller.session, terms)
+        await caller.dial(here)
+        await caller.talk(3)
+    stays, leaves = callers
+    actors = [here.registry.live[caller.session] for caller in callers]
+    with frozen(valkey):
+        await leaves.hang_up()
+        await eventually(lambda: not any(actor.holds_lease for actor in actors))
+        clock.now_s += 600
+        await eventually(lambda: all(a._without_ledger_at == clock.now_s for a in actors))
+        assert not any(actor.leaving for actor in actors)
+    await eventually(lambda: all(actor.ledger_answers for actor in actors))
+    clock.now_s += 29
+    await stays.talk(5)
+    assert not any(actor.leaving for actor in actors)
+    async with asyncio.timeout(PATIENCE_S):
+        while "leaves" in here.registry.live:
+            # A machine that stands still may have been without the ledger once more.
+            clock.now_s = max(clock.now_s, actors[1]._without_ledger_at + 31)
+            await asyncio.sleep(0.02)
+    meta = await here.ledger.reader.meta("leaves")
+    assert meta is not None
+    assert (meta.phase, meta.reason) == (Phase.PARKED, "disconnect_grace")
+    await stays.talk(7)
+    check_events(stays)
 
 
 async def test_asking_for_sessions_while_the_ledger_is_away(

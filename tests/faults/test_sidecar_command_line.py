@@ -353,6 +353,38 @@ def test_a_recording_that_is_none(tmp_path: Path) -> None:
         assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("what", ["address", "kind", "voice", "window"])
+def test_what_a_sidecar_would_refuse_is_told_before_it_is_started(
+    bed_alone: Bed, tiny_checkpoint: Path, tmp_path: Path, what: str
+) -> None:
+    file, url = tmp_path / "session.json", bed_alone.valkey.url
+    spec: dict[str, Any] = {}
+    match what:
+        case "address":
+            url, told = "redis://user:hidden@127.0.0.1:1/0", "the ledger at redis://127.0.0.1:1/0"
+        case "kind":
+            bed_alone.valkey.start()
+            with redis.Redis.from_url(url, protocol=2) as server:
+                server.config_set("maxmemory-policy", "allkeys-lru")
+            told = f"the ledger at {url} cannot be used: "
+        case "voice":
+            bed_alone.valkey.start()
+            spec, told = {"voice": {"name": "nobody"}}, "spec.voice.name"
+        case _:
+            bed_alone.valkey.start()
+            spec, told = {"window": {"strategy": "shift"}}, "spec.window.strategy"
+    file.write_text(manifest(**spec))
+    status, text = duplex(
+        *("run", "-f", str(file), "--audio", str(EXAMPLES / "audio" / "conversation.flac")),
+        *("--redis-url", url, "--checkpoint", str(tiny_checkpoint), "--out", f"{tmp_path}/r.wav"),
+    )
+    assert status == 1
+    assert told in text
+    assert "hidden" not in text
+    assert "Traceback" not in text
+    assert "starting" not in text
+
+
 # --- leaving --------------------------------------------------------------------------------------
 
 

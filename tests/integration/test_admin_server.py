@@ -83,6 +83,7 @@ class Pod:
             "freeSlots": self.replica.registry.free_slots,
             "draining": self.replica.registry.departures.draining,
             "ready": self.ready,
+            "ledgerAway": False,
         }
 
     async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:

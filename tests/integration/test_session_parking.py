@@ -14,7 +14,7 @@ from support.patience import PATIENCE_S
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerError, LedgerUnavailable
-from duplex_sidecar.ledger.lease import LEASE_MS, boottime_ms
+from duplex_sidecar.ledger.lease import LEASE_MS, Lease, boottime_ms
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.commands import Heartbeat
@@ -592,6 +592,87 @@ async def test_a_token_that_is_changed_twice_or_back(here: Replica) -> None:
     assert await keys_of(here, "changed-again") == ("one", "")
     await refused(here, "changed-again", "three")
     await attached(here, "changed-again", "one")
+
+
+async def test_a_token_that_was_in_use_before_it_was_changed_back(here: Replica) -> None:
+    """One, two, one: the second opens until somebody talks under the first again."""
+    manifest = Terms("context").manifest()
+    for token in ("one", "two"):
+        await here.registry.open("to-and-fro", manifest, claim(token, 1))
+    await (await attached(here, "to-and-fro", "two")).submit(Heartbeat())
+    await here_knows(here, "to-and-fro", "two", "")
+    await refused(here, "to-and-fro", "one")
+    await here.registry.open("to-and-fro", manifest, claim("one", 1))
+    for good in ("two", "one"):
+        client = await attached(here, "to-and-fro", good)
+    await client.submit(Heartbeat())
+    await here_knows(here, "to-and-fro", "one", "")
+    await refused(here, "to-and-fro", "two")
+
+
+async def test_a_message_under_a_token_that_is_being_taken_back(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the ledger is told, and does not lock out the token that is to let in."""
+    manifest = Terms("context").manifest()
+    for token in ("one", "two"):
+        await here.registry.open("taken-back", manifest, claim(token, 1))
+    client = await attached(here, "taken-back", "two")
+    offer = here.ledger.offer_token
+
+    async def behind_a_message(*given: Any) -> None:
+        await client.submit(Heartbeat())
+        await offer(*given)
+
+    monkeypatch.setattr(here.ledger, "offer_token", behind_a_message)
+    await here.registry.open("taken-back", manifest, claim("one", 1))
+    await attached(here, "taken-back", "one")
+    await refused(here, "taken-back", "two")
+    assert await keys_of(here, "taken-back") == ("one", "")
+
+
+async def test_a_token_that_the_ledger_could_not_take_back_is_told_again(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Terms("context").manifest()
+    for token in ("one", "two"):
+        await here.registry.open("told-again", manifest, claim(token, 1))
+
+    async def away(*_: Any) -> None:
+        raise LedgerUnavailable("told-again", "away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(here.ledger, "offer_token", away)
+        with pytest.raises(ClientError) as error:
+            await here.registry.open("told-again", manifest, claim("one", 1))
+        assert error.value.code is ErrorCode.LEDGER_UNAVAILABLE
+    assert await keys_of(here, "told-again") == ("one", "two")
+    await attached(here, "told-again", "two")
+    await here.registry.open("told-again", manifest, claim("one", 1))
+    assert await keys_of(here, "told-again") == ("one", "")
+    await refused(here, "told-again", "two")
+
+
+async def test_a_token_that_is_replaced_while_its_dial_takes_the_session_up(
+    here: Replica, there: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the token and the lease somebody talks under the new one elsewhere."""
+    manifest = Terms("context").manifest()
+    for token in ("one", "two"):
+        await here.registry.open("late-dial", manifest, claim(token, 1))
+    await here.registry.departures.park("late-dial")
+    acquire = there.ledger.acquire
+
+    async def behind_the_new_one(*given: Any, **named: Any) -> Lease:
+        monkeypatch.undo()
+        await (await attached(here, "late-dial", "two")).submit(Heartbeat())
+        await here_knows(here, "late-dial", "two", "")
+        await here.registry.departures.park("late-dial")
+        return await acquire(*given, **named)
+
+    monkeypatch.setattr(there.ledger, "acquire", behind_the_new_one)
+    await refused(there, "late-dial", "one")
+    await attached(there, "late-dial", "two")
 
 
 async def test_a_confirmation_that_the_ledger_misses_comes_with_the_next_message(

@@ -23,8 +23,13 @@ class NotReady:
     """As a sidecar whose Thinker has been given up."""
 
     problem = f"thinker: failed: {REASON}"
+    broken = True
     draining = False
     waits_for = Sidecar.waits_for
+    ledger_away = Sidecar.ledger_away
+    ledger: Any = None
+    _reach: Any = None
+    _stage_under_way = Sidecar._stage_under_way
 
     def __init__(self, *, loopback: bool) -> None:
         self.settings = SimpleNamespace(is_loopback=loopback, replica="one")
@@ -32,7 +37,37 @@ class NotReady:
 
     def _report(self, stage: str) -> Any:
         bad = stage == "thinker"
-        return SimpleNamespace(state=StageState.FAILED if bad else StageState.READY, reason=REASON)
+        state = StageState.FAILED if bad and self.broken else StageState.READY
+        return SimpleNamespace(stage=stage, state=state, reason=REASON)
+
+
+class WithoutLedger(NotReady):
+    """All stages are ready; the ledger was never reached, or is away."""
+
+    problem = "ledger: connecting"
+    broken = False
+
+
+@pytest.mark.parametrize("reached", [False, True])
+async def test_a_start_needs_the_stages_alone(reached: bool) -> None:
+    """Or a kubelet would end a pod that waits for the ledger, and load the weights again."""
+    sidecar = WithoutLedger(loopback=False)
+    if reached:
+        sidecar.ledger, sidecar._reach = object(), SimpleNamespace(away=True)
+    assert await status_of(sidecar, "/readyz") == 503
+    assert await status_of(sidecar, "/readyz?ledger=any") == 200
+    assert await status_of(NotReady(loopback=False), "/readyz?ledger=any") == 503
+    sidecar.draining = True
+    assert await status_of(sidecar, "/readyz?ledger=any") == 503
+
+
+async def status_of(sidecar: NotReady, path: str) -> int:
+    app = FastAPI()
+    sidecar_app._serve_public(app, cast("Sidecar", sidecar))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://sidecar"
+    ) as client:
+        return (await client.get(path)).status_code
 
 
 @pytest.mark.parametrize(

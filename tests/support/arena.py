@@ -26,6 +26,8 @@ class Arena:
     refusal: ApiError | None = None
     """What it said to one who wanted a session then."""
     ready_after_ledger_s: float = 0.0
+    start_log: str = ""
+    """What it had written by then."""
     _started: int = 0
 
     def pair(self) -> tuple[LocalSidecar, LocalSidecar]:
@@ -79,3 +81,4 @@ class Arena:
             self.refusal = error
         self.bed.valkey.start()
         self.ready_after_ledger_s = first.wait_ready()
+        self.start_log = first.log.read_text()

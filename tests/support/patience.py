@@ -28,6 +28,8 @@ def unhurried(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "LEASE_MS", round(2_000 * PATIENCE_S))
     for module in (ending, departures, standing_by):
         patch.setattr(module, "END_TIMEOUT_S", 2 * PATIENCE_S)
+    for module in (ending, standing_by):
+        patch.setattr(module, "LAST_WRITE_S", PATIENCE_S)
     patch.setattr(owners, "GIVE_BACK_S", PATIENCE_S)
     patch.setattr(passing_on, "HAND_OVER_S", PATIENCE_S)
     for order in (Departures.park, Departures.hand_over):

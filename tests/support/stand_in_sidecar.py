@@ -15,8 +15,8 @@ from typing import Any, cast
 from aiohttp import web
 from redis.asyncio import Redis
 
+from duplex_api.admin import ADMIN_VERSION, ADMIN_VERSION_HEADER
 from duplex_operator.cancelling import raise_if_cancelled
-from duplex_operator.names import ADMIN_VERSION, ADMIN_VERSION_HEADER
 
 LEASE_MS = 3_000
 BEAT_S = 1.0
@@ -227,8 +227,11 @@ class StandInSidecar:
     async def _offer_token(self, uid: str, token_sha256: str) -> None:
         """As the real one: what lets in does so until somebody talks under another one."""
         current = await cast("Awaitable[str | None]", self._redis.hget(_meta(uid), "token"))
-        field = "token" if current in (None, token_sha256) else "token_offered"
-        await cast("Awaitable[int]", self._redis.hset(_meta(uid), field, token_sha256))
+        lets_in = current in (None, token_sha256)
+        tokens = {"token": token_sha256 if lets_in else current} | {
+            "token_offered": "" if lets_in else token_sha256
+        }
+        await cast("Awaitable[int]", self._redis.hset(_meta(uid), mapping=tokens))
 
     async def hear_under(self, uid: str, token_sha256: str) -> None:
         """A client's message came under this token."""

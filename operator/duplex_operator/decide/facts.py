@@ -156,6 +156,6 @@ class SessionFacts:
 
 
 def lifecycle_ms(spec: SessionSpec, field: str) -> int:
-    """One of a session's times ("retention", ...) in milliseconds, with its default."""
+    """One of a session's times ("idle_timeout", ...) in milliseconds, with its default."""
     named = spec.lifecycle or Lifecycle()
     return duration_ms(getattr(named, field) or getattr(DEFAULT_LIFECYCLE, field))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from duplex_api.metadata import ConditionStatus
+from duplex_api.resolve import retention_ms
 from duplex_api.session import DesiredState, Placement, SessionPhase
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
@@ -398,7 +399,8 @@ def has_history(facts: SessionFacts) -> bool:
 def _stay_parked(facts: SessionFacts, reason: str, sentence: str) -> Action:
     """Nobody writes to its ledger now: beyond its retention there is nothing to come back to."""
     parked_ms = since_ms(facts.session.status, PLACED) or facts.now_ms
-    bounds: list[tuple[int, str, str]] = [(facts.lifecycle_ms("retention"), *_RETENTION_PASSED)]
+    kept_ms = retention_ms(facts.session.spec.lifecycle)
+    bounds: list[tuple[int, str, str]] = [(kept_ms, *_RETENTION_PASSED)]
     if facts.desired is not DesiredState.PARKED:
         bounds.append((facts.lifecycle_ms("idle_timeout"), *_IDLE_TIMEOUT))
     bound_ms, over, why = min(bounds)

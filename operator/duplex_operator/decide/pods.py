@@ -27,12 +27,19 @@ WORKED_MS = 600_000
 class PodState(StrEnum):
     STARTING = "Starting"
     READY = "Ready"
+    WAITING = "Waiting"
+    """Its sidecar is up, though it does not count as ready: the ledger is away, or has just come
+    back. What runs there goes on when it does."""
     BROKEN = "Broken"
     """It will not become ready: its containers keep ending, or it runs without becoming so."""
     LOST = "Lost"
     """Its node does not answer. It may come back."""
     ENDED = "Ended"
     DELETING = "Deleting"
+
+
+_UP = (PodState.READY, PodState.WAITING)
+"""There may be sessions, or be placed some at any moment."""
 
 
 class Mark(StrEnum):
@@ -140,7 +147,7 @@ class _Draft:
         no other pod can have its place."""
         if pod in self.staying:
             self.staying.remove(pod)
-        if pod.state is not PodState.READY and not pod.sessions:
+        if pod.state not in _UP and not pod.sessions:
             self.actions.append(DeletePod(pod, reason, message))
             return
         self.holding += holds
@@ -212,7 +219,7 @@ def _go_on(draft: _Draft, pod: PodView) -> None:
 
 def _needs_no_word(pod: PodView) -> bool:
     """Nothing can be placed on it any more: its sidecar has said so, or cannot be ready."""
-    return pod.closed or pod.state is not PodState.READY
+    return pod.closed or pod.state not in _UP
 
 
 def _replace(draft: _Draft, pod: PodView) -> None:
@@ -266,7 +273,7 @@ def _may_shrink(draft: _Draft, pod: PodView) -> bool:
         return True
     if pod.sessions:
         return False
-    if pod.state is not PodState.READY:
+    if pod.state not in _UP:
         return True
     due_ms = max(pod.idle_since_ms, pod.changed_ms) + IDLE_BEFORE_SCALE_DOWN_MS
     if draft.now_ms < due_ms:
@@ -284,14 +291,24 @@ def _roll(draft: _Draft) -> None:
     ready = sum(pod.state is PodState.READY for pod in draft.staying)
     spare = ready - (plan.wanted.pods - (0 if _surge_works(draft) else 1))
     for pod in _cheapest_first(old, plan.template_hash):
-        counts = pod.state is PodState.READY
-        if counts and spare <= 0:
+        if not _may_roll(pod, ready, spare):
             continue
-        spare -= counts
+        spare -= pod.state is PodState.READY
         message = "the pool's template has changed"
         if pod.checkpoint_hash != plan.checkpoint_hash:
             message = f"the pool's checkpoint has changed: {plan.checkpoint_change}"
         draft.remove(pod, _mark_of(plan, pod), "RollOut", message)
+
+
+def _may_roll(pod: PodView, ready: int, spare: int) -> bool:
+    """spare: pods that are ready beyond those that must stay; it is one of them if it is ready."""
+    if pod.state is PodState.READY:
+        return spare > 0
+    if pod.state is PodState.WAITING:
+        # With the ledger away for all of them nobody could take over what it has.
+        return spare >= 0 and ready > 0
+    # A feed may not have said yet that it only waits.
+    return spare >= 0 or not pod.sessions
 
 
 def _surge_works(draft: _Draft) -> bool:

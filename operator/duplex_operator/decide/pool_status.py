@@ -9,7 +9,13 @@ from duplex_operator.decide.pods import Mark, PodState, PodView
 from duplex_operator.decide.scaling import Wanted
 from duplex_operator.objects import timestamp
 
-_PRESENT = (PodState.STARTING, PodState.READY, PodState.BROKEN, PodState.LOST)
+_PRESENT = (
+    PodState.STARTING,
+    PodState.READY,
+    PodState.WAITING,
+    PodState.BROKEN,
+    PodState.LOST,
+)
 _MOST_MESSAGE = 1024
 
 
@@ -24,7 +30,7 @@ class Trouble:
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
     """waits: why containers that should run do not, one word each, most frequent first. old: pods
-    of another template."""
+    of another template. without_ledger: pods that only the ledger keeps from being ready."""
 
     generation: int
     selector: str
@@ -32,6 +38,7 @@ class PoolFacts:
     views: Sequence[PodView]
     queued: int
     old: int
+    without_ledger: int
     waits: tuple[str, ...]
     trouble: Trouble | None
 
@@ -110,6 +117,9 @@ def _degraded(facts: PoolFacts, present: list[PodView]) -> tuple[bool, str, str]
     lost = sum(view.state is PodState.LOST for view in present)
     if lost:
         return True, "NodesLost", f"{_pods(lost)} on nodes that do not answer"
+    if facts.without_ledger:
+        message = f"{_pods(facts.without_ledger)} without the ledger; sessions wait for it there"
+        return True, "LedgerAway", message
     if facts.waits:
         return True, "ContainersWait", f"sidecar containers wait: {', '.join(facts.waits)}"
     unplaced = sum(view.unplaced and view.state is PodState.STARTING for view in present)

@@ -48,7 +48,8 @@ def occupied_budget(pool: PoolIdentity) -> Manifest:
                     LABEL_OCCUPIED: "true",
                 }
             },
-            # A pod that is not ready holds no conversation worth waiting for.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            # Conversations wait for a ledger that is away, or for a stage, on pods that are not
+            # ready. Of those that have lost theirs the label is taken off.
+            "unhealthyPodEvictionPolicy": "IfHealthyBudget",
         },
     }

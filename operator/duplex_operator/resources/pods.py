@@ -206,7 +206,8 @@ def _sidecar(
             {"name": "realtime", "containerPort": REALTIME_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
-        "startupProbe": _probe("/readyz", failures=-(-spec.startup_timeout_ms // 5000)),
+        # One that started while the ledger is away would be started again and again.
+        "startupProbe": _probe("/readyz?ledger=any", failures=-(-spec.startup_timeout_ms // 5000)),
         "readinessProbe": _probe("/readyz", failures=2),
         "livenessProbe": _probe("/livez", failures=6),
         "resources": _resources(spec, parts),

@@ -31,6 +31,14 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
+from duplex_api.admin import (
+    ADMIN_PREFIX,
+    GRACE_SECONDS,
+    POD_UID,
+    RESUME,
+    TOKEN_HASH,
+    VOICE_FILE,
+)
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES, given_voice_name, is_given
 from duplex_api.manifest import ManifestError, load_manifests
 from duplex_api.pool import PoolSpec
@@ -39,7 +47,7 @@ from duplex_api.resolve import UnknownPresetError
 from duplex_api.session import DuplexSession, Voice
 from duplex_api.window import WindowConfigError
 from duplex_sidecar.admin.feed import Feed, FeedResponse
-from duplex_sidecar.admin.guard import ADMIN_PREFIX, error_body
+from duplex_sidecar.admin.guard import error_body
 from duplex_sidecar.admin.views import session_view
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.ledger.token import token_sha256
@@ -114,14 +122,14 @@ class OpenSession(_Body):
     """A DuplexSession as YAML or JSON text, exactly as `kubectl apply` takes it."""
     token: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     token_hash: Annotated[
-        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Field(alias="tokenHash")
+        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Field(alias=TOKEN_HASH)
     ] = None
     """sha256 of the token, in hex."""
-    voice_file: Annotated[Base64Bytes | None, Field(alias="voiceFile")] = None
+    voice_file: Annotated[Base64Bytes | None, Field(alias=VOICE_FILE)] = None
     """The file of the voice that the manifest names, in base64; where the name is `given-...`."""
     fence: Annotated[int, Field(ge=1, le=2**53)] | None = None
     """Issued by an operator: only a larger one than the ledger's is taken."""
-    resume: bool = False
+    resume: Annotated[bool, Field(alias=RESUME)] = False
     """It has a history: refused where the ledger knows nothing of it."""
 
     @field_validator("voice_file")
@@ -157,7 +165,7 @@ class HandOverSession(_Body):
     """Name of the replica that is prepared."""
     fence: Annotated[int, Field(ge=1, le=2**53)]
     """Under which it was prepared."""
-    grace_s: Annotated[float, Field(alias="graceSeconds", ge=0, le=MAX_HAND_OVER_GRACE_S)] = (
+    grace_s: Annotated[float, Field(alias=GRACE_SECONDS, ge=0, le=MAX_HAND_OVER_GRACE_S)] = (
         HAND_OVER_GRACE_S
     )
     """How long the end of the present turn is waited for."""
@@ -172,7 +180,7 @@ class ParkSession(_Body):
 
 
 class Drain(_Body):
-    grace_s: Annotated[float, Field(alias="graceSeconds", ge=0, le=MAX_GRACE_S)]
+    grace_s: Annotated[float, Field(alias=GRACE_SECONDS, ge=0, le=MAX_GRACE_S)]
 
 
 class DeadReplica(_Body):
@@ -180,7 +188,7 @@ class DeadReplica(_Body):
 
     replica: Annotated[str, Field(min_length=1, max_length=253)] | None = None
     pod_uid: Annotated[
-        Annotated[str, Field(min_length=1, max_length=64)] | None, Field(alias="podUID")
+        Annotated[str, Field(min_length=1, max_length=64)] | None, Field(alias=POD_UID)
     ] = None
 
     @model_validator(mode="after")

@@ -62,7 +62,7 @@ class FeedCursor:
                 lines.append(line)
                 self._told[session], self._told_at_s[session] = line, now_s
         if self._pod and pod != self._pod:
-            changed = {name: pod[name] for name in ("ready", "draining", "freeSlots")}
+            changed = {name: pod[name] for name in ("ready", "ledgerAway", "draining", "freeSlots")}
             lines.append({"kind": "pod", **changed})
         self._pod = pod
         if now_s - self._beat_at_s >= BEAT_S:

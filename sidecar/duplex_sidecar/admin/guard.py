@@ -8,13 +8,11 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from duplex_api.admin import ADMIN_PREFIX, ADMIN_VERSION, ADMIN_VERSION_HEADER
 from duplex_sidecar.admin.tokens import AdminToken
 from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
-ADMIN_PREFIX = "/admin/v1"
 STATUS_PATHS = ("/metrics", "/statusz")
-VERSION_HEADER = "Duplex-Admin-Version"
-VERSION = "1"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """A manifest and a voice file."""
 
@@ -65,8 +63,8 @@ class AdminGuard:
             answer = JSONResponse(error_body(ErrorCode.UNAUTHORIZED, message), 401)
             await answer(scope, receive, send)
             return
-        if headers.get(VERSION_HEADER, VERSION) != VERSION:
-            message = f"this release speaks version {VERSION} of the admin API"
+        if headers.get(ADMIN_VERSION_HEADER, ADMIN_VERSION) != ADMIN_VERSION:
+            message = f"this release speaks version {ADMIN_VERSION} of the admin API"
             body = {"error": {"code": "unsupported_version", "message": message}}
             await JSONResponse(body, 400)(scope, receive, send)
             return
@@ -86,7 +84,7 @@ class AdminGuard:
 def _versioned(send: Send) -> Send:
     async def send_with_version(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[VERSION_HEADER] = VERSION
+            MutableHeaders(scope=message)[ADMIN_VERSION_HEADER] = ADMIN_VERSION
         await send(message)
 
     return send_with_version

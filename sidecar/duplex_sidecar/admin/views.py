@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from duplex_api.admin import RESUME
 from duplex_sidecar.session.actor import Phase, SessionActor
 from duplex_sidecar.session.ending import Ending
 from duplex_sidecar.session.roster import Departed
@@ -9,7 +10,7 @@ from duplex_sidecar.session.roster import Departed
 GONE = "gone"
 """Phase of a session that no longer runs here and is neither parked nor over: another replica may
 have it, or nobody yet."""
-UNDERSTANDS = ("resume",)
+UNDERSTANDS = (RESUME,)
 """Fields of requests that the first release did not know, and refused: an operator sends them only
 where the feed's hello names them."""
 ENDED_CODES = frozenset({"session_ended"})

@@ -28,6 +28,7 @@ from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
 from duplex_sidecar.cli.manifest_file import read_manifest
 from duplex_sidecar.cli.output import OutputFailed, require_room, swapped_in, written
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.cli.starting import make_checkpoint, show_start
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
     Conversation,
@@ -173,7 +174,7 @@ def _demo(
     frames = read_frames(examples / "video" / "camera.mp4") if camera else None
     require_room(out, OUTPUT_BYTES)
     checkpoint = default_checkpoint()
-    _make_checkpoint(console, checkpoint)
+    make_checkpoint(console, checkpoint)
     with ExitStack() as started_things:
         work = started_things.enter_context(_short_work_folder())
         valkey = EmbeddedValkey(work / "ledger")
@@ -185,18 +186,6 @@ def _demo(
         started_things.callback(stage.stop_sidecar)
         talk, kill = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
     return summary(console, out, talk, kill, time.monotonic() - started)
-
-
-def _make_checkpoint(console: Console, path: Path) -> None:
-    """Makes it once; the same one again is recognised."""
-    from duplex_sidecar.checkpoint.tiny import make_tiny
-
-    began = time.monotonic()
-    with console.status("making the tiny checkpoint (once)"):
-        made = make_tiny(path, cache_dir=default_cache_dir())
-    if made:
-        seconds = time.monotonic() - began
-        console.print(f"checkpoint made in {seconds:.0f} s: {path}", highlight=False)
 
 
 @contextmanager
@@ -216,9 +205,8 @@ async def _run(
 ) -> tuple[Talk, Kill | None]:
     session, token = f"demo-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
     first = stage.new_sidecar("sidecar-1")
-    stage.console.print("starting sidecar-1: half a minute to a minute", highlight=False)
     first.start()
-    await _ready(first, _show_start, stage.console, first)
+    await _ready(first, show_start, stage.console, first, first.settings.replica)
     await asyncio.to_thread(first.open_session, session, manifest, token)
     events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     talk: Talk
@@ -280,18 +268,6 @@ async def _ready(sidecar: LocalSidecar, wait: Callable[..., object], *arguments:
     except asyncio.CancelledError:
         sidecar.ask_to_stop()
         raise
-
-
-def _show_start(console: Console, sidecar: LocalSidecar) -> None:
-    if console.is_terminal:
-        with console.status("starting") as status:
-            seconds = sidecar.wait_ready(lambda text: status.update(f"starting: {text}"))
-    else:
-        seconds = sidecar.wait_ready()
-    console.print(
-        f"{sidecar.settings.replica} ready in {seconds:.0f} s, {sidecar.base_url}/statusz",
-        highlight=False,
-    )
 
 
 async def _watch(

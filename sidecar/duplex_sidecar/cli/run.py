@@ -27,6 +27,8 @@ from duplex_sidecar.cli.leaving import INTERRUPTED, leaves_in_order
 from duplex_sidecar.cli.manifest_file import read_manifest
 from duplex_sidecar.cli.output import OutputFailed, require_room
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.cli.run_checks import NotRunnable, require_ledger, require_servable
+from duplex_sidecar.cli.starting import make_checkpoint, show_start
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
     Conversation,
@@ -77,21 +79,24 @@ def run(
     console = Console()
     try:
         manifest = read_manifest(file)
+        if redis_url is not None:
+            require_ledger(redis_url)
         speech = read_speech(audio)
         frames = read_frames(video) if video else None
         # At most as long as the recording and one reply more.
         require_room(out.absolute().parent, 2 * OUTPUT_RATE_HZ * (len(speech) // 32_000 + 60))
         path = checkpoint or default_checkpoint()
         if checkpoint is None:
-            from duplex_sidecar.checkpoint.tiny import make_tiny
-
-            make_tiny(path, cache_dir=default_cache_dir())
-        folders = {
+            make_checkpoint(console, path)
+        places = {
+            "checkpoint": str(path.absolute()),
+            "cache_dir": str(default_cache_dir().absolute()),
             "contract_tape_dir": "" if contract_tape is None else str(contract_tape.absolute()),
             "voices_dir": "" if voices_dir is None else str(voices_dir.absolute()),
         }
+        require_servable(manifest, places)
         with leaves_in_order():
-            return _run(console, manifest, speech, frames, speed, out, path, redis_url, folders)
+            return _run(console, manifest, speech, frames, speed, out, redis_url, places)
     except KeyboardInterrupt:
         console.print("duplex run: interrupted; what it had started is stopped")
         return INTERRUPTED
@@ -99,7 +104,7 @@ def run(
         console.print(f"{file} is not a valid DuplexSession:\n{error}", style="red", markup=False)
     except (CheckpointError, EmbeddedError, MediaError, OutputFailed, SidecarFailed) as error:
         console.print(str(error), style="red", markup=False)
-    except (ApiError, ConversationFailed) as error:
+    except (ApiError, ConversationFailed, NotRunnable) as error:
         console.print(str(error), style="red", markup=False)
     except OSError as error:
         console.print(os_error_text(error), style="red", markup=False)
@@ -113,9 +118,8 @@ def _run(
     frames: list[bytes] | None,
     speed: float,
     out: Path,
-    checkpoint: Path,
     redis_url: str | None,
-    folders: Mapping[str, str],
+    places: Mapping[str, str],
 ) -> int:
     work = Path(tempfile.mkdtemp(prefix="duplex-run-"))
     valkey = EmbeddedValkey(work / "ledger") if redis_url is None else None
@@ -124,15 +128,10 @@ def _run(
         if valkey is not None:
             valkey.start()
         sidecar = LocalSidecar.prepare(
-            work / "sidecar",
-            checkpoint=str(checkpoint.absolute()),
-            redis_url=redis_url or (valkey.url if valkey else ""),
-            cache_dir=str(default_cache_dir().absolute()),
-            **folders,
+            work / "sidecar", redis_url=redis_url or (valkey.url if valkey else ""), **places
         )
         sidecar.start()
-        with console.status("starting") as status:
-            sidecar.wait_ready(lambda text: status.update(f"starting: {text}"))
+        show_start(console, sidecar, "the sidecar")
         session, token = f"run-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
         sidecar.open_session(session, manifest, token)
         with LiveTable(console) as table:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from duplex_api.admin import ADMIN_PREFIX
 from duplex_sidecar.settings import SidecarSettings
 
 READY_TIMEOUT_S = 240.0
@@ -144,7 +145,7 @@ class LocalSidecar:
     def admin(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """One call of the admin API. Raises ApiError."""
         request = urllib.request.Request(
-            f"{self.base_url}/admin/v1{path}",
+            f"{self.base_url}{ADMIN_PREFIX}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={

@@ -123,6 +123,12 @@ class LeaseKeeper:
             self._news.clear()
             await self._news.wait()
 
+    async def wait_not_held(self) -> None:
+        """Returns once the lease is not held, by the local clock."""
+        while self.held:
+            left_ms = self._lease.deadline_ms - self._clock_ms()
+            await self._sleep(max(left_ms, 1) / 1000)
+
     async def run(self) -> None:
         """Renew until the ledger refuses."""
         period_ms = RENEW_PERIOD_MS

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from duplex_api.ledger_outage import LedgerOutage
 from duplex_sidecar.ledger.errors import LedgerError
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class LedgerReach:
         self._clock_s = clock_s
         self._sleep = sleep
         self._answered_s = clock_s()
+        self._outage = LedgerOutage(log, clock_s=clock_s)
         self.away = False
 
     async def run(self) -> None:
@@ -56,15 +58,16 @@ class LedgerReach:
                 self._answered()
 
     def _answered(self) -> None:
-        silent_s = self._clock_s() - self._answered_s
         self._answered_s = self._clock_s()
+        self._outage.answered()
         if self.away:
             self.away = False
-            log.info("the ledger is back", extra={"fields": {"away_s": round(silent_s, 1)}})
             self._on_change(True)
 
     def _not_answered(self, why: str) -> None:
-        if not self.away and self._clock_s() - self._answered_s >= AWAY_AFTER_S:
+        if self._clock_s() - self._answered_s < AWAY_AFTER_S:
+            return
+        self._outage.failed(why)
+        if not self.away:
             self.away = True
-            log.warning("the ledger does not answer: %s", why)
             self._on_change(False)

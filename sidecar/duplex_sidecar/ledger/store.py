@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from duplex_api.resolve import LEAST_RETENTION_MS
 from duplex_sidecar.ledger import records
 from duplex_sidecar.ledger.archive import Archive
 from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
@@ -42,8 +43,6 @@ from duplex_sidecar.ledger.writing import (
     optional,
 )
 
-LEAST_RETENTION_MS = 10_000
-"""A ledger outlives a lease whose owner is late to renew it, and the search for the next owner."""
 _PLACES: dict[type[records.RedoDraft | records.ClosedDraft], str] = {
     records.RedoDraft: "open",
     records.ClosedDraft: "last",

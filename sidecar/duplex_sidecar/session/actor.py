@@ -125,11 +125,14 @@ class SessionActor:
         self._closing = False
         self._accepted_sample = 0
         self._asked_to_end: Ending | None = None
+        self._told_to_go = asyncio.Event()
         self._park_wishes: dict[ParkReason, float] = {}
         self._passing_on = PassingOn(durable, keeper)
         self._told_refusing = False
         now = clock_s()
         self._opened_at, self._last_input_at = now - age_s, now
+        self._without_ledger_at = float("-inf")
+        """When it was away last: input is refused then, and nobody finds the way here."""
         self.ended = asyncio.Event()
         self.ending: Ending | None = None
         """Once it has ended: how."""
@@ -160,6 +163,11 @@ class SessionActor:
     def ledger_answers(self) -> bool:
         """Whether the lease is confirmed: what happens now is durable."""
         return self._keeper.held and not self._durable.refuses_input
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the ledger has confirmed it of late; without that nothing leaves, nor parks."""
+        return self._keeper.held
 
     @property
     def retained_row_bytes(self) -> int:
@@ -221,8 +229,10 @@ class SessionActor:
         await self.ended.wait()
 
     def let_go(self) -> None:
-        """End here, so that another replica may go on. `ended` tells when that is done."""
+        """End here, so that another replica may go on. `ended` tells when that is done; a park that
+        is under way is no longer waited for than that takes."""
         self._asked_to_end = self._asked_to_end or SHUT_DOWN
+        self._told_to_go.set()
         self._wake.set()
 
     def wish_to_park(self, reason: ParkReason, grace_s: float) -> None:
@@ -448,12 +458,17 @@ class SessionActor:
         self.on_change()
 
     def _standing(self) -> Standing:
+        """Silence counts from when the ledger answers again."""
+        now_s, detached_s = self._clock_s(), self._clients.detached_s
+        if not self.ledger_answers:
+            self._without_ledger_at = now_s
+        back_s = self._without_ledger_at
         return Standing(
-            now_s=self._clock_s(),
+            now_s=now_s,
             opened_s=self._opened_at,
-            last_input_s=self._last_input_at,
+            last_input_s=max(self._last_input_at, back_s),
             attached_s=self._clients.attached_s,
-            detached_s=self._clients.detached_s,
+            detached_s=None if detached_s is None else max(detached_s, back_s),
             turn_open=self._speech.turn_open,
             between_units=self._work is None
             and self._keeper.held
@@ -474,7 +489,9 @@ class SessionActor:
                 self._say_goodbye(ending)  # first: the client goes on elsewhere
                 self.left_warm = await self.runner.part()
                 return ending
-            return await wind_up(ending, self._work, self._durable, self._keeper, self.runner)
+            return await wind_up(
+                ending, self._work, self._durable, self._keeper, self.runner, self._told_to_go
+            )
         finally:
             await self._keeper.stop()
 

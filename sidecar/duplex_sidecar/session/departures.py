@@ -32,6 +32,7 @@ HAND_OVER_GRACE_S = 5.0
 """The same for a hand-over: the next owner is ready, so the turn may as well end here."""
 PARK_UNIT_S = 3.0
 """How long it waits for the present unit after that, before the session counts as busy."""
+DRAIN_LOOK_S = 0.25
 
 
 class Departures:
@@ -212,17 +213,25 @@ class Departures:
             entry.actor.wish_to_park(ParkReason.DRAIN, max(0.0, left_s))
 
     async def drained(self) -> bool:
-        """Returns when no session is left, or none will go any more; whether it is empty."""
-        if self._empty_by_s is None:
-            return not self._roster.live
-        loop = asyncio.get_running_loop()
-        until_s = self._empty_by_s + PARK_UNIT_S + END_TIMEOUT_S
-        while self._roster.live and (left_s := until_s - loop.time()) > 0:
-            await asyncio.wait({entry.task for entry in self._roster.live.values()}, timeout=left_s)
+        """Returns when no session is left, or none will go any more; whether it is empty. Once the
+        grace is over nobody waits for those whose ledger is away: they cannot park."""
+        while staying := self._waited_for():
+            await asyncio.wait(staying, timeout=DRAIN_LOOK_S)
         return not self._roster.live
 
+    def _waited_for(self) -> set[asyncio.Task[None]]:
+        """The tasks of sessions that may still go."""
+        if self._empty_by_s is None:
+            return set()
+        over_s = asyncio.get_running_loop().time() - self._empty_by_s
+        if over_s >= PARK_UNIT_S + END_TIMEOUT_S:
+            return set()
+        entries = self._roster.live.values()
+        return {entry.task for entry in entries if over_s < 0 or entry.actor.holds_lease}
+
     async def let_go_of_all(self) -> None:
-        """Their ledgers stay open for another replica."""
+        """Their ledgers stay open for another replica. With the ledger away this takes some
+        seconds; what could not be told there runs out by itself."""
         for entry in self._roster.live.values():
             entry.actor.let_go()
         await asyncio.gather(*(entry.task for entry in self._roster.live.values()))

@@ -61,6 +61,8 @@ class DurableSession:
         self._seat: Seat | None = None
         """Since a write that was held behind an outage has gone through."""
         self._away_since: float | None = None
+        self._returns = 0
+        """What `Stagger.returns` was when this session had no answer last."""
 
     @property
     def session(self) -> str:
@@ -76,9 +78,11 @@ class DurableSession:
 
     @property
     def refuses_input(self) -> bool:
-        """The ledger has been away longer than input is held."""
+        """The ledger has been away longer than input is held, as far as anybody here knows."""
         away = self._away_since
-        return away is not None and self._clock_s() - away > self._hold_s
+        if away is None or self._stagger.returns != self._returns:
+            return False
+        return self._clock_s() - away > self._hold_s
 
     def caught_up(self) -> None:
         """What was held behind an outage is done: another session may."""
@@ -229,9 +233,10 @@ class DurableSession:
         try:
             while True:
                 try:
-                    return await attempt(failed)
+                    answer = await attempt(failed)
                 except (LedgerUnavailable, ServerFull) as error:
                     self.caught_up()
+                    self._returns = self._stagger.returns
                     failed = error if isinstance(error, LedgerUnavailable) else None
                     if self._away_since is None:
                         self._away_since = self._clock_s()
@@ -239,6 +244,10 @@ class DurableSession:
                         raise self._keeper.lost_because from error
                     await asyncio.sleep(self._stagger.retry_s())
                     self._seat = await self._stagger.seat()
+                else:
+                    if self._away_since is not None:
+                        self._stagger.returns += 1
+                    return answer
         finally:
             # A refusal is an answer, too; and of a call that was given up nobody would learn it.
             self._away_since = None

@@ -5,6 +5,7 @@ Everything in here is bounded in time: whoever waits for a session's end gets it
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 
 from duplex_sidecar.ledger.errors import (
@@ -31,6 +32,9 @@ from duplex_sidecar.stages.errors import StageAway
 log = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
+LAST_WRITE_S = 2.0
+"""How long who only has to let go goes on trying once its lease is not confirmed any more. It runs
+out by itself, and all that was acknowledged is in the ledger."""
 FREE_FIRST_S = 1.0
 """How long a session that parks waits for its stages before it says so in the ledger."""
 _QUIET = (ErrorCode.SESSION_ENDED, ErrorCode.LEASE_LOST, ErrorCode.PARKED)
@@ -51,6 +55,11 @@ class Ending:
     moves: bool = False
     reason: str = ""
     counts: bool = False
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether the ledger need not hear of it: the lease runs out, and anybody goes on."""
+        return not (self.for_good or self.counts or self.parks is not None)
 
     @property
     def word(self) -> str:
@@ -120,11 +129,17 @@ async def wind_up(
     durable: DurableSession,
     keeper: LeaseKeeper,
     runner: UnitRunner,
+    told_to_go: asyncio.Event,
 ) -> Ending:
     """Stop the work, end the streams, give the lease back. Returns how it ended indeed: a session
     that could not park is let go of, so that any replica can take it up; one that has failed too
-    often without a named reason is over."""
+    often without a named reason is over. told_to_go: somebody waits for it to be gone, and a park
+    is then tried no longer than `LAST_WRITE_S` without the ledger."""
     written = False
+
+    async def told_and_without_lease() -> None:
+        await told_to_go.wait()
+        await keeper.wait_not_held()
 
     async def write() -> None:
         nonlocal written, ending
@@ -134,7 +149,13 @@ async def wind_up(
             await keeper.stop()
         if ending.counts and await durable.failed() >= MAX_ATTEMPTS:
             ending = GIVEN_UP
-        await _last_write(ending, durable)
+        last = _last_write(ending, durable)
+        if ending.lets_go:
+            await _while_of_use(last, keeper.wait_not_held)
+        elif ending.parks is not None:
+            await _while_of_use(last, told_and_without_lease)
+        else:
+            await last
         written = True
 
     try:
@@ -164,6 +185,27 @@ async def _freed(closing: "asyncio.Future[None]") -> None:
     _, holds_on = await asyncio.wait({closing}, timeout=FREE_FIRST_S)
     if holds_on:
         log.warning("session parks before its stages have let go of it")
+
+
+async def _while_of_use(
+    write: Coroutine[None, None, None], hopeless: Callable[[], Awaitable[None]]
+) -> None:
+    """Raises TimeoutError `LAST_WRITE_S` after `hopeless` has returned."""
+
+    async def patience() -> None:
+        await hopeless()
+        await asyncio.sleep(LAST_WRITE_S)
+
+    writing, waiting = asyncio.ensure_future(write), asyncio.ensure_future(patience())
+    try:
+        await asyncio.wait({writing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done():
+            raise TimeoutError
+        writing.result()
+    finally:
+        writing.cancel()
+        waiting.cancel()
+        await asyncio.gather(writing, waiting, return_exceptions=True)
 
 
 async def _last_write(ending: Ending, durable: DurableSession) -> None:

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from duplex_api.pool import PoolSpec
 from duplex_api.problems import Problem
-from duplex_api.resolve import ResolvedCamera, ResolvedLifecycle, ResolvedSampling, ResolvedSession
-from duplex_api.session import BOTH_MODALITIES, Modality
-from duplex_api.window import ResolvedWindow, WindowStrategy
+from duplex_api.resolve import (
+    ResolvedCamera,
+    ResolvedLifecycle,
+    ResolvedSampling,
+    ResolvedSession,
+    resolve_session,
+)
+from duplex_api.session import BOTH_MODALITIES, DuplexSession, Modality
+from duplex_api.window import ResolvedWindow, WindowLimits, WindowStrategy
 from duplex_sidecar.framing.append import NEW_FRAMER
 from duplex_sidecar.ledger.records import Opening, OpeningDraft, PromptIds, PromptPart, PromptRows
 from duplex_sidecar.ledger.writing import MAX_RECORD_BYTES
@@ -106,6 +113,16 @@ def reference_positions(opening: Opening | OpeningDraft) -> int:
 def voice_of(resolved: ResolvedSession) -> str:
     """Name of the voice file; a Secret's or ConfigMap's voice has got one from the operator."""
     return resolved.voice.name if resolved.voice and resolved.voice.name else DEFAULT_VOICE
+
+
+def resolve_served(
+    manifest: DuplexSession, pool: PoolSpec | None, model: ServedModel
+) -> ResolvedSession:
+    """Raises WindowConfigError, UnknownPresetError and UnservedManifestError."""
+    limits = WindowLimits(max_model_tokens=model.max_model_tokens)
+    resolved = resolve_session(manifest.spec, pool, limits)
+    require_served(resolved, model)
+    return resolved
 
 
 def require_both_modalities(resolved: ResolvedSession) -> None:

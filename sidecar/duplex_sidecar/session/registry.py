@@ -12,9 +12,8 @@ from functools import partial
 from typing import NoReturn
 
 from duplex_api.pool import PoolSpec
-from duplex_api.resolve import ResolvedSession, resolve_session
+from duplex_api.resolve import ResolvedSession
 from duplex_api.session import IMMUTABLE_SESSION_FIELDS, DuplexSession, SessionSpec
-from duplex_api.window import WindowLimits
 from duplex_sidecar.ledger import token as tokens
 from duplex_sidecar.ledger.errors import SessionExists
 from duplex_sidecar.ledger.keys import session_keys
@@ -35,7 +34,7 @@ from duplex_sidecar.session.opening import (
     facts_of,
     opening_of,
     require_both_modalities,
-    require_served,
+    resolve_served,
 )
 from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.reference import reference_rows
@@ -210,7 +209,8 @@ class SessionRegistry:
                 with self.roster.slot(session), typed_refusals():
                     await self._take_handed(session, prepared)
             except ClientError as refused:
-                log.warning("session is not taken over: %s", refused.code)
+                if prepared.complains(refused.code.value):
+                    log.warning("session is not taken over: %s", refused.code)
 
     async def _take_handed(self, session: str, prepared: Prepared) -> SessionActor:
         claim = Claim(prepared.token_sha256, prepared.offer.fence)
@@ -246,11 +246,7 @@ class SessionRegistry:
         return True
 
     def _resolved(self, manifest: DuplexSession, pool: PoolSpec | None) -> ResolvedSession:
-        model = self._assembly.model
-        limits = WindowLimits(max_model_tokens=model.max_model_tokens)
-        resolved = resolve_session(manifest.spec, pool, limits)
-        require_served(resolved, model)
-        return resolved
+        return resolve_served(manifest, pool, self._assembly.model)
 
     async def _create(
         self, session: str, spec: SessionSpec, resolved: ResolvedSession, claim: Claim
@@ -292,8 +288,6 @@ class SessionRegistry:
         async with self._turnstile.only_caller(session):
             entry = await self._staying(session)
             if entry is not None:
-                if not entry.tokens.lets_in(digest):
-                    raise ClientError(ErrorCode.SESSION_NOT_FOUND)
                 return self._attached(entry, digest, last_sequence)
             with typed_refusals():
                 meta = await self._require_token(session, digest)
@@ -310,7 +304,10 @@ class SessionRegistry:
     def _attached(
         self, entry: Live, token_sha256: str, last_sequence: int | None
     ) -> ClientAttachment:
+        """Also of one that was taken up for this very dial: its tokens may be others by then."""
         actor = entry.actor
+        if not entry.tokens.lets_in(token_sha256):
+            raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if not entry.tokens.hears(token_sha256):
             return actor.attach(last_sequence)
         new = NewToken(self._ledger, lambda: actor.lease, entry.tokens, token_sha256)

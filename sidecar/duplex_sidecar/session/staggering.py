@@ -45,6 +45,9 @@ class Stagger:
         """uneven: where the waits come from; not for secrets."""
         self._seats = asyncio.Semaphore(seats)
         self._uneven = uneven or random.Random()
+        self.returns = 0
+        """How often the ledger has answered a session again that was held behind an outage. Who
+        waits still waits for the others then, not for the ledger."""
 
     def retry_s(self) -> float:
         """Seconds until the next try."""

@@ -19,7 +19,7 @@ from duplex_sidecar.ledger.moving import OFFER_MS, Offer
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase, SessionMeta
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.session.conversation import Conversation, decode_conversation
-from duplex_sidecar.session.ending import END_TIMEOUT_S
+from duplex_sidecar.session.ending import END_TIMEOUT_S, LAST_WRITE_S
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.rows import RowsMissing
 from duplex_sidecar.session.unit import UnitRunner
@@ -51,6 +51,8 @@ class Prepared:
     lifecycle: ResolvedLifecycle
     warmer: Warmer
     until_s: float = 0.0
+    complaint: str = ""
+    """What the log says of it already: it is looked at too often to say the same each time."""
     look: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def warm(self, loaded: LoadedSession) -> WarmStreams | None:
@@ -63,6 +65,11 @@ class Prepared:
 
     async def close(self) -> None:
         await self.warmer.close()
+
+    def complains(self, complaint: str) -> bool:
+        """Whether it is a new one."""
+        before, self.complaint = self.complaint, complaint
+        return complaint not in ("", before)
 
 
 @dataclass(eq=False)
@@ -203,8 +210,9 @@ class StandingBy:
 
     async def _end(self, what: Prepared | Kept) -> None:
         if isinstance(what, Prepared):
-            with contextlib.suppress(LedgerError):
-                await self._ledger.moves.withdraw(what.offer)
+            with contextlib.suppress(LedgerError, TimeoutError):
+                async with asyncio.timeout(LAST_WRITE_S):  # an offer runs out by itself
+                    await self._ledger.moves.withdraw(what.offer)
         await _close(what)
 
     async def _meta(self, session: str) -> SessionMeta | None:
@@ -236,10 +244,13 @@ class StandingBy:
             await self.drop(session)
 
     async def _follow(self, session: str, prepared: Prepared) -> None:
+        complaint = ""
         try:
             await prepared.warmer.follow(await self._ledger.load(session))
         except (LedgerError, *_NOT_WARM) as error:
-            log.info("streams do not follow yet: %s", type(error).__name__)
+            complaint = type(error).__name__
+        if prepared.complains(complaint):
+            log.info("streams do not follow yet: %s", complaint)
 
     async def _look_after(self, session: str, kept: Kept) -> None:
         clock_s = asyncio.get_running_loop().time

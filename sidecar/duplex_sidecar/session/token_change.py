@@ -49,7 +49,10 @@ async def offer_token(
     ledger: Ledger, lease: Lease, tokens: ClientTokens, token_sha256: str
 ) -> None:
     """The operator's word: this one is to let in. Naming the one that does takes back what was
-    offered. Raises what the ledger refuses."""
+    offered. Raises what the ledger refuses.
+
+    What is taken back counts no more from here on: a message under it that came while the ledger
+    is told would else lock out the one that is to let in."""
     match tokens.match(token_sha256):
         case TokenMatch.OFFERED:
             return
@@ -57,9 +60,16 @@ async def offer_token(
             offered = ""
         case TokenMatch.NONE:
             offered = token_sha256
-    if offered != tokens.offered_sha256:
+    withdrawn = tokens.offered_sha256
+    if offered == withdrawn:
+        return
+    tokens.offered_sha256 = ""
+    try:
         await ledger.offer_token(lease, offered)
-        tokens.offered_sha256 = offered
+    except BaseException:
+        tokens.offered_sha256 = withdrawn  # so that the next word is told, too
+        raise
+    tokens.offered_sha256 = offered
 
 
 class NewToken:
@@ -77,6 +87,7 @@ class NewToken:
         self._tokens = tokens
         self._token_sha256 = token_sha256
         self._telling: asyncio.Task[None] | None = None
+        self._complained = False
 
     def said(self) -> None:
         """A message came. Where the ledger could not be told at the last one, it is told now."""
@@ -92,7 +103,9 @@ class NewToken:
         try:
             await self._ledger.confirm_token(self._lease(), self._token_sha256)
         except (LedgerUnavailable, ServerFull) as error:
-            log.info("a new token is not confirmed yet: %s", error.reason)
+            if not self._complained:  # it is tried with each message
+                log.info("a new token is not confirmed yet: %s", error.reason)
+            self._complained = True
         except LedgerError as error:
             log.warning("a new token is not confirmed: %s", type(error).__name__)
             self._answered()

@@ -1,6 +1,7 @@
 """Who else may talk, and from when: a second connection, and a second token. At both doors, the
 sidecar's own and the gateway's."""
 
+import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import PATIENCE_S
 from support.realtime import Json, RealtimeClient
 from websockets.asyncio.client import connect
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fakes"))
-from gateway_kit import Gate, House, Yard, calling, gate, sha256_of, yard
+from gateway_kit import Gate, House, Yard, calling, gate, http_get, sha256_of, yard
 from session_kit import TOKEN, claim, second
 
 pytestmark = pytest.mark.integration
@@ -124,8 +126,10 @@ async def test_an_old_token_opens_until_the_first_message_under_the_new_one(
         await old.until("session.created")
         await old.format()
         await talk(old, 1)
-    async with dial(session, "another", resume=resume):
-        pass  # its reply was lost: nothing has changed
+    async with dial(session, "another", resume=resume) as abandoned:
+        if not resume:
+            await abandoned.until("session.resumed")
+    # It has said nothing, so nothing has changed.
     async with dial(session, TOKEN) as old:
         await old.until("session.resumed")
         await old.format()
@@ -143,3 +147,43 @@ async def test_an_old_token_opens_until_the_first_message_under_the_new_one(
             async with dial(session, "another", resume=True) as again:
                 await again.send(RESUME)
                 await again.until("session.resumed")
+
+
+async def test_a_call_under_a_replaced_token_does_not_end_the_one_under_the_new_one(
+    ground: Yard, front: Gate, house: House, session: str
+) -> None:
+    """The route record has both tokens still; the ledger knows that the new one is in use."""
+    manifest, fence = ground.operator.terms[session].manifest(), house.opened[session]
+    await house.replica.registry.open(session, manifest, claim("another", fence))
+    both = {"token_sha256": sha256_of(TOKEN), "token_sha256_next": sha256_of("another")}
+    await ground.operator.declare(session, token="another", **both)
+    async with (
+        calling(front, session, resume=True) as late,  # let in, before it says anything
+        calling(front, session, "another") as new,
+    ):
+        await new.until("session.created")
+        await new.format()
+        await talk(new, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await token_in_use(house, session) != sha256_of("another"):
+                pass
+        await late.send(RESUME)
+        assert (await late.until("error"))["error"]["code"] == "session_not_found"
+        assert (await late.until_closed())[0] == 1008
+        async with calling(front, session) as later:
+            assert (await later.until("error"))["error"]["code"] == "session_not_found"
+        _, page = await http_get(front.health_port, "/metrics")
+        assert "duplex_gateway_failed_attempts_total 1.0" in page
+        await ground.build()
+        await house.replica.registry.close()
+        await new.until("session.moved")
+        await talk(new, 2)
+    assert new.heard.errors == []
+    new.heard.assert_whole()
+
+
+async def token_in_use(house: House, session: str) -> str:
+    """sha256 of the one that lets in by the ledger."""
+    meta = await house.replica.ledger.reader.meta(session)
+    assert meta is not None
+    return meta.token_sha256

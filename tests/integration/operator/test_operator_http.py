@@ -559,6 +559,30 @@ async def test_a_wake_between_two_looks_is_heard(
     await routes.close()
 
 
+async def test_wakes_are_heard_in_a_stream_that_begins_anew_under_an_earlier_clock(
+    valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a failover, or on a server that has lost everything."""
+    monkeypatch.setattr("duplex_operator.routes.WAKE_BLOCK_MS", 1)
+    routes = Routes(valkey.url)
+    redis = Redis.from_url(valkey.url, protocol=2, decode_responses=True)
+    await redis.delete(WAKE_STREAM)
+    await redis.xadd(WAKE_STREAM, {WAKE_FIELD: "of before"}, id="99999999999999-7")
+    woken: set[str] = set()
+    task = asyncio.create_task(routes.wakes(woken.add))
+    async with asyncio.timeout(PATIENCE_S):
+        for uid in ("r3", "r4"):
+            while uid not in woken:
+                await redis.xadd(WAKE_STREAM, {WAKE_FIELD: uid})
+                await asyncio.sleep(0.02)
+            await redis.delete(WAKE_STREAM)
+    assert "of before" not in woken
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await redis.aclose()
+    await routes.close()
+
+
 async def test_the_primary_is_the_one_that_sentinels_name(tmp_path: Path) -> None:
     """Also after they have named another one."""
     record = RouteRecord(token_sha256="a" * 64, phase=SessionPhase.READY, pool="a/b", session="c/d")

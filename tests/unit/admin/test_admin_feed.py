@@ -19,7 +19,14 @@ from duplex_sidecar.session.roster import Departed, Roster
 
 pytestmark = pytest.mark.unit
 
-POD = {"kind": "hello", "ready": True, "draining": False, "freeSlots": 4, "replica": "one"}
+POD = {
+    "kind": "hello",
+    "ready": True,
+    "ledgerAway": False,
+    "draining": False,
+    "freeSlots": 4,
+    "replica": "one",
+}
 BEAT = {"kind": "beat"}
 
 
@@ -42,6 +49,7 @@ def test_the_hello_names_what_may_be_said_beyond_the_first_release() -> None:
         roster=SimpleNamespace(free_slots=1),
         draining=False,
         problem=None,
+        ledger_away=False,
     )
     hello = Sidecar.hello(stub)
     known = {field.alias or name for name, field in OpenSession.model_fields.items()}
@@ -71,7 +79,7 @@ def test_the_pod_changes() -> None:
     cursor = FeedCursor()
     cursor.lines(0.0, POD, {}, {})
     draining = POD | {"draining": True}
-    told = {"kind": "pod", "ready": True, "draining": True, "freeSlots": 4}
+    told = {"kind": "pod", "ready": True, "ledgerAway": False, "draining": True, "freeSlots": 4}
     assert cursor.lines(0.1, draining, {}, {}) == [told]
     assert cursor.lines(0.2, draining, {}, {}) == []
 

@@ -40,6 +40,12 @@ def test_a_bare_spec_has_every_default() -> None:
     assert (resolved.priority, resolved.prompt, resolved.voice) == (0, None, None)
 
 
+def test_no_ledger_is_kept_for_less_than_ten_seconds() -> None:
+    for named, kept_ms in (("1s", 10_000), ("10s", 10_000), ("10s1ms", 10_001)):
+        resolved = resolve_session(spec(lifecycle={"retention": named}), None, WindowLimits())
+        assert resolved.lifecycle.retention_ms == kept_ms
+
+
 def test_what_is_named_wins_field_by_field() -> None:
     resolved = resolve_session(
         spec(

@@ -50,6 +50,7 @@ def series() -> dict[str, set[str]]:
     metrics.stage_restarted(names.StageName.CODE2WAV)
     metrics.preemptions(names.StageName.THINKER, 1)
     metrics.sessions_live(3)
+    metrics.ledger_reachable(True)
     metrics.ledger_call(names.LedgerCall.COMMIT, 0.4)
     metrics.epoch(names.EpochCause.TURN_END)
     metrics.envelope_refused("stale_cache_epoch")

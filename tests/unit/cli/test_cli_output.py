@@ -106,6 +106,7 @@ def test_the_verbs_end_with_a_sentence(
     monkeypatch.setattr(run, "read_manifest", lambda _: None)
     monkeypatch.setattr(run, "read_speech", lambda _: b"")
     monkeypatch.setattr(run, "require_room", lambda *_: None)
+    monkeypatch.setattr(run, "require_servable", lambda *_: None)
     manifest = tmp_path / "session.yaml"
     manifest.touch()
     if verb == "demo":

@@ -23,7 +23,7 @@ from duplex_gateway.decide import (
 from duplex_gateway.ending import Ended
 from duplex_gateway.metrics import CallEnd
 from duplex_gateway.resume import is_farewell
-from duplex_gateway.routing import Directory, token_matches
+from duplex_gateway.routing import Directory, is_newer, token_matches
 from duplex_gateway.settings import GatewaySettings, settings_from
 from duplex_gateway.waiting import MOST_SHORT_CONNECTIONS, Patience
 from duplex_gateway.watch import LeaseWatch, Watched
@@ -162,13 +162,49 @@ def test_tokens(headers: dict[str, str], found: tuple[str, str | None]) -> None:
 
 
 def test_token_matches() -> None:
-    assert token_matches("right", route())
-    assert token_matches("next", route(token_sha256_next=token_sha256("next")))
+    assert token_matches("right", route(), None)
+    assert token_matches("next", route(token_sha256_next=token_sha256("next")), None)
     for token in ("", "wrong", "right ", "\ud800", "x" * 10_000):
-        assert not token_matches(token, route())
-    assert not token_matches("right", None)
+        assert not token_matches(token, route(), lease())
+    assert not token_matches("right", None, None)
     empty = route(token_sha256=token_sha256(""))
-    assert not token_matches("", empty)
+    assert not token_matches("", empty, None)
+
+
+def in_use(token: str) -> LeaseView:
+    """What the ledger has once somebody has talked under that token."""
+    return lease(token_sha256=token_sha256(token))
+
+
+def test_a_token_that_was_replaced_lets_nobody_in_once_the_next_one_is_in_use() -> None:
+    """Before the operator notices it, and whatever was the one before."""
+    changed = route(token_sha256_next=token_sha256("next"))
+    for view in (None, lease(), in_use("right")):
+        assert token_matches("right", changed, view)
+        assert token_matches("next", changed, view)
+    assert not token_matches("right", changed, in_use("next"))
+    assert token_matches("next", changed, in_use("next"))
+    changed_back = route(token_sha256_next=token_sha256("right"))
+    assert token_matches("right", changed_back, in_use("right"))
+    assert token_matches("right", route(), in_use("next")), "the operator's word counts"
+
+
+def mark(number: str, token: str) -> str:
+    return f"{number}.{token_sha256(token)[:16]}"
+
+
+def test_which_call_is_the_newer_one() -> None:
+    changed = route(token_sha256_next=token_sha256("next"))
+    own, other = mark("1", "next"), mark("2", "right")
+    for view in (None, in_use("right")):
+        assert is_newer(other, own, changed, view)
+        assert not is_newer(own, own, changed, view)
+        assert not is_newer("", own, changed, view)
+        assert not is_newer(other, "", changed, view)
+    assert not is_newer(other, own, changed, in_use("next")), "its token opens no more"
+    assert is_newer(mark("3", "next"), own, changed, in_use("next"))
+    assert is_newer("of an earlier release", own, changed, in_use("next"))
+    assert is_newer(other, own, None, in_use("next")), "nobody knows of its token any more"
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,9 @@ def test_parked_until_somebody_wants_it() -> None:
         ({"retention": "10m"}, "Running", 600.0, "RetentionPassed"),
         ({"idleTimeout": "1h", "retention": "1h"}, "Running", 3600.0, "IdleTimeout"),
         ({"idleTimeout": "10m", "retention": "2h"}, "Parked", 7200.0, "RetentionPassed"),
+        ({"retention": "2s"}, "Running", 10.0, "RetentionPassed"),
+        ({"retention": "2s"}, "Parked", 10.0, "RetentionPassed"),
+        ({"idleTimeout": "5s", "retention": "2s"}, "Running", 5.0, "IdleTimeout"),
     ],
 )
 def test_parked_no_longer_than_its_ledger_is_kept(

@@ -109,7 +109,7 @@ class Rig:
         monkeypatch.setattr(fleet_module, "FIRST_RETRY_S", 0.001)
         ScriptedClient.lines = asyncio.Queue()
         ScriptedClient.reachable = True
-        self.now_s = 100.0
+        self.now_s, self.versions = 100.0, 2
         self.store, self.dirty = Store(), DirtySet(lambda: self.now_s)
         self.fleet = Fleet(self.store, self.dirty, clock=lambda: self.now_s)
         self.fleet.set_credentials(POOL, AdminCredentials("token", ""))
@@ -118,6 +118,27 @@ class Rig:
         assert session is not None
         self.store.sessions.put(session)
         self.store.pods.put(pod)
+
+    def show(self, restarts: int, ended: str = "") -> None:
+        """What the pod's object has of the sidecar's container. ended: why, if it has."""
+        state = {"terminated": {"reason": ended}} if ended else {"running": {}}
+        container = {"name": "duplex-sidecar", "restartCount": restarts, "state": state}
+        self.versions += 1
+        metadata = POD["metadata"] | {"resourceVersion": str(self.versions)}
+        status = POD["status"] | {"phase": "Running", "containerStatuses": [container]}
+        pod = read_pod({"metadata": metadata, "status": status})
+        assert pod is not None
+        self.store.pods.put(pod)
+
+    async def speaks(self, replica: str) -> None:
+        ScriptedClient.reachable = True
+        await self.say(HelloLine(replica=replica, slots=1, ready=True), BeatLine())
+
+    async def breaks(self) -> None:
+        """Its feed, for good."""
+        ScriptedClient.reachable = False
+        await self.say(None)
+        await self.until(lambda feed: not feed.connected)
 
     async def say(self, *lines: FeedLine | None) -> None:
         """Returns when they were heard."""
@@ -267,4 +288,42 @@ async def test_a_container_that_has_ended_proves_its_sidecar_dead_once_nothing_i
     ScriptedClient.reachable = True
     await rig.say(HelloLine(replica="uid-a-2", slots=1, ready=True), BeatLine())
     assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    await rig.fleet.close()
+
+
+async def test_an_object_that_lags_behind_proves_nothing_of_the_start_that_speaks_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It tells of the end of the start before; the present one has only lost its connection."""
+    rig = Rig(monkeypatch)
+    rig.show(0)
+    await rig.speaks("uid-a-1")
+    rig.show(0, "OOMKilled")
+    await rig.breaks()
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    await rig.speaks("uid-a-2")
+    await rig.breaks()
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    rig.show(1)
+    await rig.speaks("uid-a-2")
+    await rig.breaks()
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    rig.show(1, "Error")
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1", "uid-a-2")
+    await rig.fleet.close()
+
+
+async def test_an_end_that_is_told_of_late_is_that_of_the_start_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    rig.show(3)
+    await rig.speaks("uid-a-1")
+    await rig.say(None)
+    await rig.speaks("uid-a-2")
+    rig.show(3, "Error")
+    await rig.breaks()
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1",)
+    rig.show(4, "Error")
+    assert rig.fleet.ended_replicas("uid-a") == ("uid-a-1", "uid-a-2")
     await rig.fleet.close()

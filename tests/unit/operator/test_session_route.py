@@ -1,5 +1,6 @@
 """Which tokens the route record lets in while a session's token changes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,6 +8,7 @@ import pytest
 
 from duplex_api.routes import RouteRecord
 from duplex_api.session import TokenSecret
+from duplex_operator import reconcile_session
 from duplex_operator.context import Context
 from duplex_operator.decide.facts import Token
 from duplex_operator.fleet import Fleet
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.unit
 
 OLD, NEW, NEWEST = "a" * 64, "b" * 64, "c" * 64
 PLACE = TokenSecret(name="mine", key="token")
+PLACEMENT = {"pod": "pod-a", "podUID": "uid-a", "fence": 1}
 
 
 class Ledger:
@@ -45,7 +48,7 @@ class Ledger:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, *, placed: bool = False) -> None:
         self.now_ms, self.ledger, self.store = 1_000_000, Ledger(), Store()
         dirty = DirtySet()
         found = SimpleNamespace(
@@ -55,6 +58,7 @@ class Rig:
             fleet=Fleet(self.store, dirty),
             board=PlacementBoard(),
             routes=self.ledger,
+            api=None,
             now_ms=lambda: self.now_ms,
         )
         self.context = cast("Context", found)
@@ -67,7 +71,8 @@ class Rig:
                     "resourceVersion": "1",
                 },
                 "spec": {"poolRef": {"name": "x"}},
-                "status": {"phase": "Ready", "tokenSecret": {"name": "mine", "key": "token"}},
+                "status": {"phase": "Ready", "tokenSecret": {"name": "mine", "key": "token"}}
+                | ({"placement": PLACEMENT} if placed else {}),
             }
         )
         assert session is not None
@@ -84,6 +89,30 @@ class Rig:
         reconciler._known["uid-s"] = self.known
         reconciler.forget_token("uid-s")
         self.known.token, self.known.token_lost = Token(PLACE, sha256), False
+
+    async def change(self, sha256: str) -> None:
+        """Its Secret: by the reconciler's own steps, up to the order for the sidecar."""
+        reconciler: Any = SessionReconciler(self.context, lambda _: None)
+        reconciler._known["uid-s"] = self.known
+        reconciler.forget_token("uid-s")
+        placement = self.session.status.placement
+        facts = SimpleNamespace(session=self.session, placement=placement, now_ms=self.now_ms)
+
+        async def voice(*_: Any) -> None:
+            pass
+
+        async def token(*_: Any) -> Token:
+            return Token(PLACE, sha256)
+
+        with pytest.MonkeyPatch.context() as secrets:
+            secrets.setattr(reconcile_session, "obtain_voice", voice)
+            secrets.setattr(reconcile_session, "obtain_token", token)
+            assert await reconciler._assign_token(facts, self.known) is None
+
+    async def tell(self) -> None:
+        """The sidecar, and look what there is to be said afterwards."""
+        self.known.memory = replace(self.known.memory, token_untold=False)
+        await self.keep()
 
     @property
     def tokens(self) -> tuple[str, str | None]:
@@ -137,6 +166,58 @@ async def test_a_token_that_changes_while_the_ledger_is_asked(
     rig.ledger.let_in = NEW
     await rig.keep()
     assert rig.tokens == (NEW, NEWEST)
+
+
+async def test_a_token_that_is_changed_back_before_anybody_came_with_the_other() -> None:
+    rig = Rig(placed=True)
+    await rig.change(NEW)
+    await rig.tell()
+    assert rig.tokens == (OLD, NEW)
+    await rig.change(OLD)
+    assert rig.tokens == (OLD, OLD), "the other opens no more; the sidecar does not know it yet"
+    await rig.tell()
+    assert rig.tokens == (OLD, None)
+    assert await rig.keep() is None
+
+
+@pytest.mark.parametrize("before_the_change", [False, True])
+async def test_a_token_that_is_changed_back_after_somebody_came_with_the_other(
+    before_the_change: bool,
+) -> None:
+    """Unnoticed by the operator, or at the last moment before the sidecar is told."""
+    rig = Rig(placed=True)
+    await rig.change(NEW)
+    await rig.tell()
+    if before_the_change:
+        rig.ledger.let_in = NEW
+    await rig.change(OLD)
+    assert rig.tokens == ((NEW, OLD) if before_the_change else (OLD, OLD))
+    rig.ledger.let_in = NEW
+    await rig.tell()
+    assert rig.tokens == (NEW, OLD), "as in the ledger: until somebody comes with the old one again"
+    rig.ledger.let_in = OLD
+    assert await rig.keep() is None
+    assert rig.tokens == (OLD, None)
+
+
+async def test_a_token_that_is_changed_back_while_nobody_runs_the_session() -> None:
+    """Who runs it next is told the one that lets in, which takes back the other."""
+    rig = Rig()
+    await rig.change(NEW)
+    assert rig.tokens == (OLD, NEW)
+    await rig.change(OLD)
+    assert rig.tokens == (OLD, None)
+
+
+async def test_an_operator_that_starts_again_tells_of_a_token_that_was_changed_back() -> None:
+    rig = Rig(placed=True)
+    await rig.change(NEW)
+    await rig.change(OLD)
+    assert rig.tokens == (OLD, OLD)
+    later = Rig()
+    later.ledger.record, later.known = rig.ledger.record, Known()
+    facts = await Observer(later.context).facts(later.session, later.known)
+    assert (facts.token, facts.memory.token_untold) == (Token(PLACE, OLD), True)
 
 
 async def test_a_session_without_a_ledger_lets_in_the_new_one_alone() -> None:

@@ -131,6 +131,7 @@ def facts(*views: PodView, wanted: int = 2, **fields: Any) -> PoolFacts:
         views=views,
         queued=0,
         old=0,
+        without_ledger=0,
         waits=(),
         trouble=None,
     )
@@ -172,6 +173,12 @@ CASES: dict[str, tuple[PoolFacts, str, str, str]] = {
         "True PodsReady",
         "True Starting",
         "True NodesLost",
+    ),
+    "without the ledger": (
+        facts(view("a", PodState.WAITING), view("b", PodState.WAITING), without_ledger=2),
+        "False NoReadyPods",
+        "True Starting",
+        "True LedgerAway",
     ),
     "waiting": (
         facts(A, STARTING, waits=("ImagePullBackOff (1)",)),

@@ -98,6 +98,8 @@ def test_the_kubelet_waits_longer_than_the_drain() -> None:
 def test_the_start_probe_gives_the_whole_start_up_time() -> None:
     probe = sidecar(pod_of(POOLS["gpu"]))["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 15 * 60
+    # It is no fault of the pod that the ledger is away.
+    assert probe["httpGet"]["path"] == "/readyz?ledger=any"
 
 
 def test_the_checkpoint_is_where_the_sidecar_looks() -> None:

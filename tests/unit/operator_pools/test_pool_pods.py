@@ -195,6 +195,48 @@ def test_roll_out_with_surge_makes_first() -> None:
     assert word.startswith("draining")
 
 
+WAITS = PodState.WAITING
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+def test_no_old_pod_goes_while_all_wait_for_the_ledger(wanted: int, surge: int) -> None:
+    old = [pod(f"p{n}", WAITS, template_hash="old", sessions=n % 2) for n in range(wanted)]
+    the_plan = plan(wanted, max_surge=surge)
+    new = [pod("new", WAITS)] * surge
+    assert said(decide(the_plan, *old, *new)) == []
+
+
+def test_pods_of_which_nothing_is_heard_yet_keep_their_conversations() -> None:
+    """An operator that has just begun to lead, while the ledger is away."""
+    old = [pod(name, PodState.STARTING, template_hash="old", sessions=1) for name in "ab"]
+    assert said(decide(plan(2), *old)) == []
+    assert said(decide(plan(2), replace(old[0], sessions=0), old[1])) == ["-a", "+1"]
+    # The others are enough without it.
+    assert said(decide(plan(2), old[0], pod("b"), pod("c"))) == ["draining a"]
+
+
+def test_a_pod_that_alone_waits_for_the_ledger_is_the_first_to_be_rolled() -> None:
+    old = [pod(name, template_hash="old", sessions=1) for name in "ab"]
+    cut_off = pod("c", WAITS, template_hash="old", sessions=1)
+    assert said(decide(plan(3), *old, cut_off)) == ["draining c"]
+
+
+def test_an_empty_pod_that_waits_for_the_ledger_is_kept_as_long_as_any() -> None:
+    idle_since = NOW_MS - 1_000
+    full, empty = pod("full", WAITS, sessions=4), pod("empty", WAITS, idle_since_ms=idle_since)
+    the_plan = plan(1, only_empty=True)
+    assert said(decide(the_plan, full, empty)) == []
+    due = idle_since + IDLE_BEFORE_SCALE_DOWN_MS
+    assert said(decide(the_plan, full, empty, now_ms=due)) == ["draining empty"]
+
+
+def test_a_pod_that_waits_for_the_ledger_may_get_a_session_until_it_says_that_it_does_not() -> None:
+    marked = pod("a", WAITS, mark=Mark.DRAINING, marked_ms=NOW_MS)
+    assert said(decide(plan(0), marked)) == []
+    assert said(decide(plan(0), replace(marked, closed=True))) == ["-a"]
+
+
 def test_surge_that_finds_no_room_is_not_waited_for() -> None:
     old = [pod(name, template_hash="old") for name in "ab"]
     nowhere = pod("c", PodState.STARTING, unplaced=True, created_ms=NOW_MS)
@@ -268,7 +310,7 @@ class Cluster:
     def _alive(self) -> int:
         """Pods that hold devices of ours: not those that their node takes with it."""
         return sum(
-            view.state in (PodState.STARTING, PodState.READY, PodState.BROKEN)
+            view.state in (PodState.STARTING, PodState.READY, PodState.WAITING, PodState.BROKEN)
             and view.leave is None
             for view in self.pods.values()
         )
@@ -292,7 +334,7 @@ class Cluster:
         if view.sessions:
             assert view.mark in (Mark.DRAINING, Mark.ENDING)
             assert self.now_ms >= view.marked_ms + self.the_plan.drain_bound_ms
-        elif view.state is PodState.READY:
+        elif view.state in (PodState.READY, PodState.WAITING):
             assert view.mark is not Mark.NONE
             assert view.closed or self.now_ms >= view.marked_ms + self.the_plan.drain_bound_ms
 
@@ -302,7 +344,7 @@ class Cluster:
             match view.state:
                 case PodState.DELETING:
                     del self.pods[view.name]
-                case PodState.STARTING:
+                case PodState.STARTING | PodState.WAITING:
                     self.pods[view.name] = replace(
                         view, state=PodState.READY, changed_ms=self.now_ms, unplaced=False
                     )

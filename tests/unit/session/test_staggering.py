@@ -19,6 +19,7 @@ from duplex_sidecar.telemetry.settings import TelemetrySettings
 pytestmark = pytest.mark.unit
 SESSIONS = 30
 AWAY_S = 3.0
+HOLD_S = 10.0
 CALL_S = 0.02
 REST_OF_UNIT_S = 0.1
 METRICS = Metrics(TelemetrySettings(replica="r"))
@@ -60,7 +61,7 @@ class LedgerBehindAnOutage:
     def __init__(self, back_s: float) -> None:
         self.back_s = back_s
         self.tried_s: list[float] = []
-        self.under_way = self.most_under_way = 0
+        self.under_way = self.most_under_way = self.answered = 0
 
     async def note(self, lease: Lease, head: Head, draft: object) -> Head:
         now_s = asyncio.get_running_loop().time()
@@ -71,6 +72,7 @@ class LedgerBehindAnOutage:
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(CALL_S)
         self.under_way -= 1
+        self.answered += 1
         return Head(head.index + 1, "next", head.committed_seq, None)
 
     async def retry_unknown(self, pending: PendingCall) -> Head | None:
@@ -87,7 +89,7 @@ def held_session(number: int, ledger: LedgerBehindAnOutage, stagger: Stagger) ->
         ledger,  # type: ignore[arg-type]
         LeaseKeeper(renew, lease, clock_ms=lambda: 0),
         Head(4, "four", 2, None),
-        hold_s=10.0,
+        hold_s=HOLD_S,
         metrics=METRICS,
         clock_s=asyncio.get_running_loop().time,
         stagger=stagger,
@@ -121,6 +123,51 @@ def test_held_sessions_come_back_unevenly_and_a_few_at_a_time() -> None:
     assert alike <= SEATS
     assert ledger.most_under_way <= SEATS
     assert most_units == SEATS
+
+
+def test_who_waits_for_a_seat_only_does_not_refuse_input() -> None:
+    """The hold is over while half of them still wait for one another, and not for the ledger."""
+    back_s = HOLD_S - 0.1
+    ledger = LedgerBehindAnOutage(back_s)
+    waited_behind_the_hold = 0
+
+    async def unit_of(session: DurableSession) -> None:
+        nonlocal waited_behind_the_hold
+        await session.redo(3, 2, "engine_restart")
+        waited_behind_the_hold += asyncio.get_running_loop().time() > HOLD_S + 0.2
+        await asyncio.sleep(REST_OF_UNIT_S)
+        session.caught_up()
+
+    async def scene() -> None:
+        stagger = Stagger(uneven=random.Random(5))
+        sessions = [held_session(number, ledger, stagger) for number in range(SESSIONS)]
+        units = asyncio.gather(*(unit_of(session) for session in sessions))
+        while not units.done():
+            refusing = [session for session in sessions if session.refuses_input]
+            assert not refusing or not ledger.answered
+            await asyncio.sleep(0.01)
+        await units
+
+    played(scene())
+    assert waited_behind_the_hold
+
+
+def test_who_waits_for_a_seat_refuses_input_while_the_ledger_is_away() -> None:
+    async def scene() -> None:
+        stagger = Stagger(uneven=random.Random(5))
+        ledger = LedgerBehindAnOutage(1000.0)
+        sessions = [held_session(number, ledger, stagger) for number in range(SESSIONS)]
+        units = asyncio.gather(
+            *(session.redo(3, 2, "engine_restart") for session in sessions), return_exceptions=True
+        )
+        await asyncio.sleep(HOLD_S - 0.1)
+        assert not any(session.refuses_input for session in sessions)
+        await asyncio.sleep(0.2)
+        assert all(session.refuses_input for session in sessions)
+        units.cancel()
+        await asyncio.gather(units, return_exceptions=True)
+
+    played(scene())
 
 
 def test_who_keeps_a_seat_keeps_nobody_for_long() -> None:
