@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from duplex_api.metadata import Condition
 from duplex_api.pool import PoolSpec, PoolStatus
-from duplex_api.session import SessionSpec, SessionStatus
+from duplex_api.session import PoolRef, SessionSpec, SessionStatus
 from duplex_operator.names import (
     ANNOTATION_ATTEMPT,
     ANNOTATION_CHECKPOINT_HASH,
@@ -33,6 +33,7 @@ from duplex_operator.names import (
 log = logging.getLogger(__name__)
 
 RawObject = Mapping[str, Any]
+_Model = TypeVar("_Model", bound=BaseModel)
 
 MOST_SHARED = 16_384
 LONGEST_ANNOTATION = 256
@@ -158,7 +159,8 @@ AnyObject = SessionObject | PoolObject | PodObject | NodeObject
 
 def read_session(raw: RawObject) -> SessionObject | None:
     """None: not an object of this release's schema. Its fields are named in the log, not their
-    values."""
+    values. One that is being deleted is told with what can be read of it: nobody else would let
+    go of it."""
     try:
         return SessionObject(
             meta=read_meta(raw),
@@ -167,6 +169,26 @@ def read_session(raw: RawObject) -> SessionObject | None:
         )
     except ValidationError as error:
         _unreadable(Kind.SESSION, raw, error)
+        return _leaving(raw)
+
+
+def _leaving(raw: RawObject) -> SessionObject | None:
+    meta, spec, status = read_meta(raw), _child(raw, "spec"), _child(raw, "status")
+    if not meta.deleting:
+        return None
+    pool = _valid(SessionSpec, {"poolRef": spec.get("poolRef")})
+    known = {name: status[name] for name in status if _valid(SessionStatus, {name: status[name]})}
+    return SessionObject(
+        meta=meta,
+        spec=pool or SessionSpec(pool_ref=PoolRef(name="unreadable")),
+        status=_with_shared_conditions(SessionStatus.model_validate(known)),
+    )
+
+
+def _valid(kind: type[_Model], raw: RawObject) -> _Model | None:
+    try:
+        return kind.model_validate(raw)
+    except ValidationError:
         return None
 
 

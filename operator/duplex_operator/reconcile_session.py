@@ -123,12 +123,10 @@ class SessionReconciler:
             self._keep_queue(facts, action)
             try:
                 rest = await self._apply(facts, known, action)
-            except ConflictError:
-                await self._read_again(session)
-                continue
-            except MissingError:
-                await self._read_again(session)
-                continue
+            except (ConflictError, MissingError):
+                if await self._read_again(session):
+                    continue
+                return RETRY_S
             if rest is not None:
                 return await self._settle(key, known, facts, rest)
         return SOON_S
@@ -230,13 +228,15 @@ class SessionReconciler:
             event_type=EventType.WARNING if warning else EventType.NORMAL,
         )
 
-    async def _read_again(self, session: SessionObject) -> None:
-        """Somebody else has changed it: take what is there now."""
+    async def _read_again(self, session: SessionObject) -> bool:
+        """Somebody else has changed it: take what is there now. False: that is no other than it
+        was, or cannot be read, and deciding again at once would come to the same."""
         key = session.meta.key
         try:
             self._take(await self._context.api.get(SESSIONS, key))
         except MissingError:
             self._context.store.sessions.drop(key, session.meta.uid)
+        return self._context.store.sessions.get(key) is not session
 
     def _take(self, raw: RawObject) -> None:
         found = read_session(raw)

@@ -28,6 +28,9 @@ async def sweep_ledgers(context: Context) -> None:
             await sweep_once(context)
         except (LedgerAwayError, ApiError) as error:
             log.info("the sweep goes on later: %s", error)
+        except Exception:
+            # One record or object that nobody foresaw must not end the whole reign.
+            log.exception("the sweep goes on later")
 
 
 async def sweep_once(context: Context) -> int:
@@ -78,6 +81,8 @@ async def watch_tokens(context: Context, sessions: SessionReconciler) -> None:
             await check_tokens(context, sessions)
         except ApiError as error:
             log.info("tokens are looked at later: %s", error)
+        except Exception:
+            log.exception("tokens are looked at later")
 
 
 async def check_tokens(context: Context, sessions: SessionReconciler) -> None:

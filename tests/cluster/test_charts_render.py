@@ -3,8 +3,10 @@
 import difflib
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from scripts import cluster, render_charts
 
@@ -112,3 +114,30 @@ def test_both_charts_pass_lint() -> None:
     command = [render_charts.helm(), "lint", "--strict", *charts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_that_look_like_numbers_stay_texts(tmp_path: Path) -> None:
+    """A release, a namespace or a pool may be called 12; YAML would have a number of it."""
+    monitor = {"enabled": True, "pools": [{"namespace": "789", "name": "12"}]}
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"watchNamespaces": ["789"], "podMonitor": monitor}))
+    chart = str(render_charts.CHART)
+    command = [render_charts.helm(), "template", "123", chart, "-n", "456", "-f", str(values)]
+    made = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert {123, 456, 789, 12}.isdisjoint(numbers_in(list(yaml.safe_load_all(made))))
+
+
+@pytest.mark.parametrize("pool", ["operator", "gateway"])
+def test_a_pools_monitor_is_never_called_as_another(tmp_path: Path, pool: str) -> None:
+    pools = [{"namespace": render_charts.NAMESPACE, "name": pool}]
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"podMonitor": {"enabled": True, "pools": pools}}))
+    monitors = [o for o in render_charts.objects(values) if o["kind"] == "PodMonitor"]
+    assert len({each["metadata"]["name"] for each in monitors}) == len(monitors) == 3
+
+
+def numbers_in(found: Any) -> set[int]:
+    if isinstance(found, dict | list):
+        inner = found.values() if isinstance(found, dict) else found
+        return set().union(*map(numbers_in, inner))
+    return {found} if isinstance(found, int) else set()

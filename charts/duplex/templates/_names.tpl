@@ -1,7 +1,7 @@
 {{/* Labels of every object of this release. */}}
 {{- define "duplex.labels" -}}
 app.kubernetes.io/name: duplex
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
@@ -19,7 +19,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* Labels that tell the pods of a part from others. */}}
 {{- define "duplex.selector" -}}
 app.kubernetes.io/name: duplex
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .part }}
 {{- end }}
 

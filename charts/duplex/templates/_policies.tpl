@@ -13,7 +13,7 @@
 - to:
     - namespaceSelector:
         matchLabels:
-          kubernetes.io/metadata.name: {{ .Release.Namespace }}
+          kubernetes.io/metadata.name: {{ .Release.Namespace | quote }}
       podSelector:
         matchLabels:
           {{- include "duplex.selector" (dict "root" . "part" "ledger") | nindent 10 }}
@@ -52,7 +52,7 @@
 {{- define "duplex.partPeer" -}}
 - namespaceSelector:
     matchLabels:
-      kubernetes.io/metadata.name: {{ .root.Release.Namespace }}
+      kubernetes.io/metadata.name: {{ .root.Release.Namespace | quote }}
   podSelector:
     matchLabels:
       {{- include "duplex.selector" . | nindent 6 }}

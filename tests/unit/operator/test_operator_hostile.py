@@ -1,12 +1,14 @@
 """Objects as somebody writes them who means the operator no good, or does not know better."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_operator.apply import ConflictError
 from duplex_operator.context import Context
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.fleet import Fleet
@@ -20,11 +22,12 @@ from duplex_operator.names import (
     LABEL_COMPONENT,
     LABEL_MANAGED_BY,
     LABEL_POOL,
+    SESSION_FINALIZER,
 )
 from duplex_operator.objects import Kind, ObjectKey, RawObject, read_meta, read_session
 from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
-from duplex_operator.reconcile_session import SessionReconciler
+from duplex_operator.reconcile_session import RETRY_S, SessionReconciler
 from duplex_operator.routes import Routes
 from duplex_operator.settings import OperatorSettings
 from duplex_operator.store import Store
@@ -46,20 +49,17 @@ def test_what_is_not_too_deep_is_read_as_it_is(value: Any) -> None:
     assert shallow(text) == text
 
 
-@given(JSON, st.integers(MOST_DEPTH - 2, MOST_DEPTH + 20))
-def test_what_is_too_deep_is_null_and_nothing_beside_it_is(value: Any, depth: int) -> None:
-    beside = json.dumps(value)
-    text = f'[{beside},{{"a":' * depth + "[]" + f"}},{beside}]" * depth
-    found = json.loads(shallow(text.encode()))
+@given(JSON, st.integers(MOST_DEPTH, MOST_DEPTH + 20), st.sampled_from(["1", "[]", '"]{"']))
+def test_what_is_too_deep_is_null_and_nothing_beside_it_is(
+    value: Any, depth: int, inmost: str
+) -> None:
+    beside, deep = json.dumps(value), '{"a":' * depth + inmost + "}" * depth
+    left, found, right = json.loads(shallow(f"[{beside},{deep},{beside}]".encode()))
+    assert (left, right) == (value, value)
     levels = 0
-    while found:
-        left, found, right = found[0], found[1], found[2]
-        if levels < (MOST_DEPTH - 6) // 2 and MOST_DEPTH - 2 * levels > 40:
-            assert left == value
-            assert right == value
-        found = found and found["a"]
-        levels += 1
-    assert levels == min(depth, -(-MOST_DEPTH // 2))
+    while found is not None:
+        found, levels = found["a"], levels + 1
+    assert levels == MOST_DEPTH - 1  # the list around it is one
 
 
 @pytest.mark.parametrize("depth", [90, 900, 1_100, 9_900])
@@ -117,20 +117,86 @@ def test_a_pod_that_lost_its_labels_for_a_while_is_back_with_them(relisted: bool
     assert store.pod_by_uid("uid-a") is None
 
 
-async def test_a_priority_that_changes_counts_for_who_waits_already() -> None:
-    store, dirty, board = Store(), DirtySet(), PlacementBoard()
-    fleet = Fleet(store, dirty)
-    poked: list[ObjectKey] = []
-    context = Context(
+def later_release(version: int, **meta: Any) -> RawObject:
+    """As a newer release with a newer kind has it: after a rollback, or while the kinds are newer
+    than the operator, as they are in each upgrade."""
+    return {
+        "metadata": {
+            "name": "talk",
+            "namespace": "default",
+            "uid": "u",
+            "resourceVersion": str(version),
+            "finalizers": [SESSION_FINALIZER],
+            **meta,
+        },
+        "spec": {"poolRef": {"name": "pool"}, "desiredState": "Dreaming"},
+        "status": {
+            "phase": "Dreaming",
+            "units": 5,
+            "placement": {"pod": "pod-a", "podUID": "uid-a", "fence": 3},
+        },
+    }
+
+
+def test_a_session_that_cannot_be_read_can_be_deleted() -> None:
+    """Else its finalizer would hold it, and its namespace, for ever."""
+    assert read_session(later_release(5)) is None
+    found = read_session(later_release(6, deletionTimestamp="2026-01-02T03:04:05Z"))
+    assert found is not None
+    assert found.meta.deleting
+    assert found.pool_key == POOL
+    assert found.status.placement is not None
+    assert (found.status.placement.fence, found.status.phase) == (3, None)
+    worse = {**later_release(6, deletionTimestamp="2026-01-02T03:04:05Z"), "spec": {"poolRef": 5}}
+    assert read_session(worse) is not None
+
+
+@dataclass
+class Refusing:
+    """Whoever writes is late, and what is there instead cannot be read."""
+
+    asked: int = 0
+
+    async def patch(self, *_: Any, **__: Any) -> RawObject:
+        self.asked += 1
+        raise ConflictError(409, "Conflict", "the object has been modified")
+
+    async def get(self, *_: Any) -> RawObject:
+        self.asked += 1
+        return later_release(9)
+
+
+async def test_what_cannot_be_read_is_not_asked_for_again_and_again() -> None:
+    store, api = Store(), Refusing()
+    context = context_of(store, PlacementBoard(), api)
+    sessions = SessionReconciler(context, lambda _: None)
+    metadata = {"name": "talk", "namespace": "default", "uid": "u", "resourceVersion": "5"}
+    found = read_session({"metadata": metadata, "spec": {"poolRef": {"name": "pool"}}})
+    assert found is not None
+    store.sessions.put(found)
+    assert await sessions(found.meta.key) == RETRY_S
+    assert api.asked == 2
+    await context.routes.close()
+
+
+def context_of(store: Store, board: PlacementBoard, api: Any = None) -> Context:
+    dirty = DirtySet()
+    return Context(
         SETTINGS,
         store,
         dirty,
-        None,  # type: ignore[arg-type]
-        fleet,
+        api,
+        Fleet(store, dirty),
         board,
         Routes(SETTINGS.redis_url),
-        Occupancy(store, None),  # type: ignore[arg-type]
+        Occupancy(store, api),
     )
+
+
+async def test_a_priority_that_changes_counts_for_who_waits_already() -> None:
+    store, board = Store(), PlacementBoard()
+    poked: list[ObjectKey] = []
+    context = context_of(store, board)
     _ = SessionReconciler(context, poked.append)
 
     def told(version: int, **spec: Any) -> None:
