@@ -1,13 +1,15 @@
 """Objects as somebody writes them who means the operator no good, or does not know better."""
 
+import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_operator import sweep
 from duplex_operator.apply import ConflictError
 from duplex_operator.context import Context
 from duplex_operator.decide.placement import Waiting
@@ -38,8 +40,12 @@ pytestmark = pytest.mark.unit
 POOL = ObjectKey("default", "pool")
 SETTINGS = OperatorSettings("redis://ledger", "duplex", "test")
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\{}[]\n\u2028'),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('x"\\{['), inner),
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\{}[]\n\u2028', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text('x"\\{[', max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 
 
@@ -115,6 +121,38 @@ def test_a_pod_that_lost_its_labels_for_a_while_is_back_with_them(relisted: bool
     store.pods.replace_all([], as_of="8")
     intake.take(Kind.POD, "ADDED", pod(9, **{LABEL_POOL: "pool"}))
     assert store.pod_by_uid("uid-a") is None
+
+
+async def test_what_nobody_foresaw_in_a_sweep_ends_no_reign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does it in a look at the tokens: both stand beside everything else an operator does."""
+    rounds: list[str] = []
+    twice = asyncio.Event()
+
+    async def odd(*_: Any) -> int:
+        rounds.append("round")
+        if len(rounds) == 4:
+            twice.set()
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(sweep, "SWEEP_PERIOD_S", 0)
+    monkeypatch.setattr(sweep, "sweep_once", odd)
+    monkeypatch.setattr(sweep, "check_tokens", odd)
+    context = context_of(Store(), PlacementBoard())
+    soon = replace(context, settings=replace(SETTINGS, secrets_period_s=0))
+    sessions = SessionReconciler(soon, lambda _: None)
+    work = [
+        asyncio.ensure_future(each)
+        for each in (sweep.sweep_ledgers(soon), sweep.watch_tokens(soon, sessions))
+    ]
+    async with asyncio.timeout(60):
+        await twice.wait()
+    assert not any(each.done() for each in work)
+    for each in work:
+        each.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
+    await context.routes.close()
 
 
 def later_release(version: int, **meta: Any) -> RawObject:
