@@ -150,8 +150,8 @@ async def measure_death(
 ) -> None:
     """Of pods that are full. All clients are attached: without one a session would wait for its
     own."""
-    lost = f"{world.slots} sessions in use"
-    section = f"death of a pod's process{', and its object goes' if delete else ''}, {lost}"
+    what = "a pod's process dies, and its object goes" if delete else "a pod's process dies"
+    section = f"{what}, {world.slots} sessions in use"
     noticed_s: list[float] = []
     after_s: list[float] = []
     moved_s: list[list[float]] = []
