@@ -20,6 +20,7 @@ import kopf
 import msgspec
 
 from duplex_api.constants import API_GROUP, API_VERSION_NAME, POOL_PLURAL, SESSION_PLURAL
+from duplex_operator.json_text import Event, Page, decoded
 from duplex_operator.lines import LineTooLongError, lines_of
 from duplex_operator.names import FIELD_MANAGER
 from duplex_operator.objects import ObjectKey, RawObject
@@ -31,7 +32,8 @@ LIST_TIMEOUT_S = 60.0
 ATTEMPTS = 4
 LONGEST_RETRY_AFTER_S = 10.0
 LONGEST_MESSAGE = 1024
-LIST_PAGE = 500
+LIST_PAGE = 100
+"""An object may have 1.5 MiB, and a page of the largest has to fit into the operator's memory."""
 WATCH_S = 300
 """The API server ends a watch then; somewhat later where it is one of many."""
 WATCH_SILENCE_S = 90.0
@@ -358,11 +360,11 @@ class KubernetesApi:
             query = {"limit": str(LIST_PAGE)}
             query |= {"labelSelector": selector} if selector else {}
             query |= {"continue": token} if token else {}
-            page = await self._call(
-                "list", resource, resource.path(namespace), query=query, timeout_s=LIST_TIMEOUT_S
-            )
-            items.extend(map(read, cast("list[RawObject]", page.get("items") or [])))
-            meta = cast("dict[str, Any]", page.get("metadata") or {})
+            path = resource.path(namespace)
+            content = await self._ask("list", resource, path, query=query, timeout_s=LIST_TIMEOUT_S)
+            page = cast("Page", _readable(content, Page))
+            items.extend(read(_readable(item)) for item in page.items or ())
+            meta = page.metadata or {}
             token = str(meta.get("continue") or "")
             if not token:
                 return Listing(tuple(items), str(meta.get("resourceVersion") or ""))
@@ -384,9 +386,22 @@ class KubernetesApi:
         method: str = "GET",
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
-        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> RawObject:
-        """One request, tried again while trying again can help."""
+        content = await self._ask(verb, resource, path, method=method, body=body, query=query)
+        return cast(RawObject, _readable(content)) if content else {}
+
+    async def _ask(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        *,
+        method: str = "GET",
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> bytes:
+        """One request, tried again while trying again can help: the answer's content."""
         last: _RetryError | None = None
         for attempt in range(ATTEMPTS):
             if last is not None:
@@ -411,7 +426,7 @@ class KubernetesApi:
         body: Mapping[str, Any] | None,
         query: Mapping[str, str],
         timeout_s: float,
-    ) -> RawObject:
+    ) -> bytes:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:
             async with self._gate:
@@ -431,7 +446,7 @@ class KubernetesApi:
             unreachable = UnavailableError(0, "Unreachable", type(error).__name__)
             raise _RetryError(unreachable) from error
         if status < 300:
-            return cast(RawObject, msgspec.json.decode(content)) if content else {}
+            return content
         failure = _failure(status, content)
         if status == 401 and self._reconnect is not None:
             raise _RetryError(await self._reconnected(failure, session))
@@ -466,17 +481,22 @@ class _RetryError(Exception):
         self.retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
 
 
+def _readable(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
+    """Raises UnavailableError: who answered was not the API server."""
+    try:
+        return decoded(text, kind)
+    except msgspec.MsgspecError as error:
+        raise UnavailableError(0, "Unreadable", "an answer is not the JSON it should be") from error
+
+
 def _watch_event(line: bytes) -> WatchEvent:
     """Raises what an event of type ERROR says."""
-    try:
-        found = cast("Mapping[str, Any]", msgspec.json.decode(line))
-    except msgspec.MsgspecError as error:
-        raise UnavailableError(0, "Unreadable", "a watch's line is no JSON") from error
-    body = cast("RawObject", found.get("object") or {})
-    if found.get("type") == "ERROR":
+    found = cast("Event", _readable(line, Event))
+    body = found.object or {}
+    if found.type == "ERROR":
         code = body.get("code")
         raise _failure(code if isinstance(code, int) else 500, msgspec.json.encode(body))
-    return WatchEvent(str(found.get("type")), body)
+    return WatchEvent(found.type, body)
 
 
 def _backoff_s(attempt: int, asked_s: float) -> float:

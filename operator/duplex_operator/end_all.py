@@ -56,8 +56,11 @@ class EndAll:
         return not left
 
     async def _sessions(self) -> list[Meta]:
-        listings = [await self._api.list(SESSIONS, namespace) for namespace in self._namespaces]
-        return [read_meta(raw) for listing in listings for raw in listing.items]
+        listings = [
+            await self._api.list(SESSIONS, namespace, read=read_meta)
+            for namespace in self._namespaces
+        ]
+        return [meta for listing in listings for meta in listing.items]
 
     async def _each(self, sessions: list[Meta], act: Callable[[Meta], Awaitable[None]]) -> None:
         async def one(session: Meta) -> None:

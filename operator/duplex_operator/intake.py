@@ -68,7 +68,7 @@ class Intake:
         shelf = self._shelf(kind)
         if event_type == "DELETED":
             meta = read_meta(raw)
-            shelf.drop(meta.key, meta.uid)
+            shelf.drop(meta.key, meta.uid, meta.version)
             return
         found = _READERS[kind](raw)
         if found is not None:

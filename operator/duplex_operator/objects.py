@@ -18,8 +18,13 @@ from duplex_api.metadata import Condition
 from duplex_api.pool import PoolSpec, PoolStatus
 from duplex_api.session import SessionSpec, SessionStatus
 from duplex_operator.names import (
+    ANNOTATION_ATTEMPT,
+    ANNOTATION_CHECKPOINT_HASH,
+    ANNOTATION_IDLE_SINCE,
     ANNOTATION_MARK,
+    ANNOTATION_MARKED_AT,
     ANNOTATION_TEMPLATE_HASH,
+    LABEL_MANAGED_BY,
     LABEL_OCCUPIED,
     LABEL_POOL,
     SIDECAR_CONTAINER,
@@ -30,6 +35,17 @@ log = logging.getLogger(__name__)
 RawObject = Mapping[str, Any]
 
 MOST_SHARED = 16_384
+LONGEST_ANNOTATION = 256
+_LABELS = (LABEL_MANAGED_BY, LABEL_OCCUPIED, LABEL_POOL)
+_ANNOTATIONS = (
+    ANNOTATION_ATTEMPT,
+    ANNOTATION_CHECKPOINT_HASH,
+    ANNOTATION_IDLE_SINCE,
+    ANNOTATION_MARK,
+    ANNOTATION_MARKED_AT,
+    ANNOTATION_TEMPLATE_HASH,
+)
+"""What is kept: users may write 256 KiB of others on each object."""
 
 
 class Kind(StrEnum):
@@ -52,7 +68,7 @@ class ObjectKey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Meta:
     """version: the resourceVersion. created_ms, deleted_ms: since 1970; deleted_ms is when its
-    deletion was asked for, 0 if it was not."""
+    deletion was asked for, 0 if it was not. labels, annotations: those that decisions look at."""
 
     key: ObjectKey
     uid: str
@@ -225,9 +241,14 @@ def read_meta(raw: RawObject) -> Meta:
         created_ms=timestamp_ms(str(meta.get("creationTimestamp") or "")),
         deleted_ms=timestamp_ms(str(meta.get("deletionTimestamp") or "")),
         finalizers=tuple(meta.get("finalizers") or ()),
-        labels=dict(_child(meta, "labels")),
-        annotations=dict(_child(meta, "annotations")),
+        labels=_kept(_child(meta, "labels"), _LABELS),
+        annotations=_kept(_child(meta, "annotations"), _ANNOTATIONS),
     )
+
+
+def _kept(texts: RawObject, names: tuple[str, ...]) -> dict[str, str]:
+    found = {name: str(texts[name]) for name in names if name in texts}
+    return {name: text for name, text in found.items() if len(text) <= LONGEST_ANNOTATION}
 
 
 def timestamp_ms(text: str) -> int:

@@ -2,7 +2,7 @@
 asks) and the placer (which answers for a whole pool at once, so that nobody is passed over)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from duplex_operator.decide.placement import Assignment, Wait, Waiting
 from duplex_operator.objects import ObjectKey
@@ -30,6 +30,15 @@ class PlacementBoard:
         queue[uid] = waiting
         self._pool_of[uid] = pool
         return news
+
+    def prioritise(self, uid: str, priority: int) -> ObjectKey | None:
+        """Its priority has changed: the pool whose queue has, None where it waits in none."""
+        pool = self._pool_of.get(uid)
+        waiting = None if pool is None else self._waiting[pool][uid]
+        if pool is None or waiting is None or waiting.priority == priority:
+            return None
+        self._waiting[pool][uid] = replace(waiting, priority=priority)
+        return pool
 
     def leave(self, uid: str) -> None:
         """It does not wait any more, and holds no promise."""

@@ -253,6 +253,9 @@ class SessionReconciler:
             known = self._known.get(after.meta.uid)
             if known is not None:
                 known.memory = replace(known.memory, refused_spec=None)
+            pool = self._context.board.prioritise(after.meta.uid, after.spec.priority or 0)
+            if pool is not None:
+                self._poke(pool)
 
     # Token, queue
 

@@ -34,7 +34,8 @@ class Shelf(Generic[_Object]):
 
     def __init__(self, on_change: Callable[[Change[_Object]], None]) -> None:
         self._objects: dict[ObjectKey, _Object] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, str | None] = OrderedDict()
+        """uid -> as of which version it was gone; None: for good."""
         self._on_change = on_change
 
     def __len__(self) -> int:
@@ -50,16 +51,20 @@ class Shelf(Generic[_Object]):
         """Takes an object unless a newer version of it, or its deletion, was seen. True: taken."""
         meta = found.meta
         before = self._objects.get(meta.key)
-        if meta.uid in self._gone or (before is not None and not _newer(meta, before.meta)):
+        if before is not None and not _newer(meta, before.meta):
+            return False
+        if meta.uid in self._gone and not self._is_back(meta):
             return False
         self._objects[meta.key] = found
         self._on_change(Change(before, found))
         return True
 
-    def drop(self, key: ObjectKey, uid: str) -> bool:
-        """The object with this uid is gone. One of the same name and another uid stays."""
+    def drop(self, key: ObjectKey, uid: str, version: str | None = None) -> bool:
+        """The object with this uid is gone. One of the same name and another uid stays. version: as
+        of which it was not seen; a newer one of it is taken again, since it may but have left the
+        selection, or have been unreadable, for a while. None: it does not exist."""
         before = self._objects.get(key)
-        self._remember_gone(uid)
+        self._remember_gone(uid, version)
         if before is None or before.meta.uid != uid:
             return False
         del self._objects[key]
@@ -79,10 +84,18 @@ class Shelf(Generic[_Object]):
                 continue
             meta = self._objects[key].meta
             if not _later(meta.version, as_of):
-                self.drop(key, meta.uid)
+                self.drop(key, meta.uid, as_of)
 
-    def _remember_gone(self, uid: str) -> None:
-        self._gone[uid] = None
+    def _is_back(self, meta: Meta) -> bool:
+        gone_as_of = self._gone[meta.uid]
+        if gone_as_of is None or not _later(meta.version, gone_as_of):
+            return False
+        del self._gone[meta.uid]
+        return True
+
+    def _remember_gone(self, uid: str, version: str | None) -> None:
+        if uid not in self._gone or self._gone[uid] is not None:
+            self._gone[uid] = version
         while len(self._gone) > _REMEMBERED_DELETIONS:
             self._gone.popitem(last=False)
 

@@ -181,7 +181,8 @@ class _Reader:
         resources = _object(container, "resources")
         yield from _unknown(f"{path}.resources", resources, ("limits", "requests"))
         for index, variable in enumerate(_objects(container, "env")):
-            if variable.get("name") in self._protected.environment:
+            # A list would have no hash.
+            if str(variable.get("name")) in self._protected.environment:
                 yield Problem(f"{path}.env[{index}]", "is set by the operator", "other variables")
         yield from self._environment_problems(path, container)
         for index, mount in enumerate(_objects(container, "volumeMounts")):
@@ -204,6 +205,8 @@ class _Reader:
 
     def _environment_problems(self, path: str, container: Manifest) -> Iterator[Problem]:
         for index, variable in enumerate(_objects(container, "env")):
+            if not isinstance(variable.get("name"), str):
+                yield Problem(f"{path}.env[{index}].name", "is required", "a text")
             where = f"{path}.env[{index}].valueFrom.secretKeyRef"
             source = _object(variable, "valueFrom")
             yield from self._secret_problems(where, source, "secretKeyRef")
@@ -230,6 +233,10 @@ def _security_problems(path: str, security: Manifest) -> Iterator[Problem]:
     for field in ("procMount", "sysctls", "windowsOptions"):
         if field in security:
             yield Problem(f"{path}.{field}", "is not allowed in a restricted pod", "")
+    # Over what the pod says of itself, where it would stand in its place.
+    for field, value in security.items():
+        if value is None:
+            yield Problem(f"{path}.{field[:63]}", "is null", "a value, or no such field")
     seccomp = _object(security, "seccompProfile")
     if "type" in seccomp and seccomp["type"] not in _SECCOMP_TYPES:
         yield Problem(f"{path}.seccompProfile.type", "is too wide", ", ".join(_SECCOMP_TYPES))

@@ -172,7 +172,7 @@ def secret_manifest(pool: PoolIdentity, secret: PoolSecret) -> Manifest:
 
 
 def read_pool_secret(raw: Mapping[str, Any]) -> PoolSecret | None:
-    """None: something that pods or operator need is missing or no text."""
+    """None: something that pods or operator need is missing, or cannot be what it should."""
     data: Mapping[str, Any] = raw.get("data") or {}
     annotations: Mapping[str, str] = (raw.get("metadata") or {}).get("annotations") or {}
     try:
@@ -185,6 +185,13 @@ def read_pool_secret(raw: Mapping[str, Any]) -> PoolSecret | None:
     certificate_made_ms = timestamp_ms(annotations.get(ANNOTATION_CERTIFICATE_MADE, ""))
     needed = (TOKEN_KEY, CA_KEY, TLS_CERT_KEY, TLS_KEY_KEY)
     if not all(texts.get(key) for key in needed) or not made_ms or not certificate_made_ms:
+        return None
+    tokens = (texts[TOKEN_KEY], texts.get(PREVIOUS_TOKEN_KEY, ""))
+    if not all(token.isascii() and token.isprintable() for token in tokens):
+        return None  # it could stand in no header
+    try:
+        x509.load_pem_x509_certificates(texts[CA_KEY].encode())
+    except ValueError:
         return None
     return PoolSecret(
         token=texts[TOKEN_KEY],

@@ -189,7 +189,45 @@ async def test_a_list_is_read_in_pages_and_starts_over_when_it_expires(
     listing = await api.list(PODS, selector="a=b")
     assert [item["metadata"]["name"] for item in listing.items] == ["a", "b"]
     assert listing.version == "9"
-    assert stub[0].asked[-1][2] == {"limit": "500", "labelSelector": "a=b", "continue": "next"}
+    assert stub[0].asked[-1][2] == {"limit": "100", "labelSelector": "a=b", "continue": "next"}
+
+
+async def test_an_object_nested_too_deep_keeps_nobody_from_the_others(
+    api: KubernetesApi, stub: tuple[ApiStub, str]
+) -> None:
+    """Who may make one object may write such a thing into its managedFields."""
+    deep = '{"f:a":' * 3000 + "{}" + "}" * 3000
+    odd = f'{{"metadata":{{"name":"odd","managedFields":[{{"fieldsV1":{deep}}}]}}}}'
+    page = f'{{"items":[{{"metadata":{{"name":"a"}}}},{odd}],"metadata":{{"resourceVersion":"9"}}}}'
+
+    def text(said: str) -> Callable[[], web.StreamResponse]:
+        return lambda: web.Response(text=said, content_type="application/json")
+
+    stub[0].script = [text(page), text(odd), text(f'{{"type":"ADDED","object":{odd}}}\n')]
+    listing = await api.list(SESSIONS)
+    assert [item["metadata"]["name"] for item in listing.items] == ["a", "odd"]
+    assert (await api.get(SESSIONS, KEY))["metadata"]["name"] == "odd"
+    told = [event async for event in api.watch(SESSIONS, "", "9") if event is not None]
+    assert [event.object["metadata"]["name"] for event in told] == ["odd"]
+
+
+@pytest.mark.parametrize("said", ["<html>sorry</html>", "", "[]", "null"])
+async def test_an_answer_that_is_no_list_is_not_taken_for_an_empty_one(
+    api: KubernetesApi, stub: tuple[ApiStub, str], said: str
+) -> None:
+    stub[0].script = [lambda: web.Response(text=said)]
+    with pytest.raises(UnavailableError):
+        await api.list(SESSIONS)
+
+
+@pytest.mark.parametrize("said", ["<html>", "[]", "null", '{"type":"ADDED","object":[]}'])
+async def test_a_watch_that_says_no_event_is_begun_anew(
+    api: KubernetesApi, stub: tuple[ApiStub, str], said: str
+) -> None:
+    stub[0].script = [lambda: web.Response(text=said + "\n")]
+    with pytest.raises(UnavailableError):
+        async for _ in api.watch(SESSIONS, "", "9"):
+            pass
 
 
 def watching(*lines: str, ends: bool = True) -> Callable[[], web.StreamResponse]:

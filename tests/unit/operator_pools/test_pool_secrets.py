@@ -2,6 +2,7 @@
 
 import ssl
 import time
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +143,19 @@ def test_nobody_elses_certificate_is_trusted(
 def test_it_never_shows_itself(made: PoolSecret) -> None:
     assert made.token not in repr(made)
     assert "KEY" not in repr(made)
+
+
+@pytest.mark.parametrize("key", ["token", "previous-token"])
+@pytest.mark.parametrize("value", [b"two\nlines", b"zero\0", "größe".encode()])
+def test_a_token_that_stands_in_no_header_is_none(made: PoolSecret, key: str, value: bytes) -> None:
+    manifest = secret_manifest(IDENTITY, made)
+    manifest["data"][key] = b64encode(value).decode()
+    assert read_pool_secret(manifest) is None
+
+
+@pytest.mark.parametrize("value", [b"no certificate", b"-----BEGIN CERTIFICATE-----\nxxxx\n"])
+def test_an_authority_that_is_none_spoils_the_secret(made: PoolSecret, value: bytes) -> None:
+    """Else no pod could be dialled, and nobody would be told."""
+    manifest = secret_manifest(IDENTITY, made)
+    manifest["data"]["ca.crt"] = b64encode(value).decode()
+    assert read_pool_secret(manifest) is None
