@@ -23,6 +23,8 @@ class Rule(StrEnum):
     EVENT_REPEATED = "event_repeated"
     AUDIO_MISSING = "audio_missing"
     AUDIO_REPEATED = "audio_repeated"
+    UNIT_NOT_SAID = "unit_not_said"
+    UNIT_SAID_TWICE = "unit_said_twice"
     PLAYED_BEFORE_COMMIT = "played_before_commit"
     PLAYED_BEYOND_COMMITTED = "played_beyond_committed"
     TRIMMED_UNPLAYED = "trimmed_unplayed"
@@ -37,9 +39,17 @@ class Rule(StrEnum):
 
 
 LOSSES = frozenset(
-    {Rule.ACKNOWLEDGED_INPUT_LOST, Rule.EVENT_MISSING, Rule.AUDIO_MISSING, Rule.LEDGER_UNREADABLE}
+    {
+        Rule.ACKNOWLEDGED_INPUT_LOST,
+        Rule.EVENT_MISSING,
+        Rule.AUDIO_MISSING,
+        Rule.UNIT_NOT_SAID,
+        Rule.LEDGER_UNREADABLE,
+    }
 )
-DUPLICATES = frozenset({Rule.SEQUENCE_REUSED, Rule.EVENT_REPEATED, Rule.AUDIO_REPEATED})
+DUPLICATES = frozenset(
+    {Rule.SEQUENCE_REUSED, Rule.EVENT_REPEATED, Rule.AUDIO_REPEATED, Rule.UNIT_SAID_TWICE}
+)
 
 
 class Violation(msgspec.Struct, frozen=True):

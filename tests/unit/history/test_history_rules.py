@@ -249,7 +249,8 @@ def test_events_that_are_missing_or_come_again() -> None:
     assert rules_of([*history, again]) == {Rule.EVENT_REPEATED}
 
 
-def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
+def told_to_synchronise() -> History:
+    """The client has not seen event 4, and is told at its second connection that it is gone."""
     history = [one for one in made_history() if not (isinstance(one, Frame) and event(4)(one))]
     resumed = next(one for one in history if isinstance(one, Frame) and one.resumes_after)
     history = changed(history, Frame, lambda one: one is resumed, resumes_after=3)
@@ -259,7 +260,27 @@ def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
     told = structs.replace(
         opened, type="session.resync_required", opened=None, oldest=5, at_ns=opened.at_ns + 1
     )
-    assert rules_of([*history, told]) == set()
+    place = history.index(opened) + 1
+    return [*history[:place], told, *history[place:]]
+
+
+def after_a_minute(history: History) -> History:
+    """The same, but that the second owner comes so much later: the journal has dropped it all."""
+    second = history.index(command(history, "acquire", 2))
+    return [*history[:second], *(later(one, 61_000_000_000) for one in history[second:])]
+
+
+def later(one: Observation, by_ns: int) -> Observation:
+    if isinstance(one, Frame):
+        return structs.replace(one, at_ns=one.at_ns + by_ns)
+    if isinstance(one, Command):
+        names = ("seen_ns", "executed_ns", "replied_ns")
+        return structs.replace(one, **{name: getattr(one, name) + by_ns for name in names})
+    return one
+
+
+def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
+    assert rules_of(after_a_minute(told_to_synchronise())) == set()
 
 
 def test_samples_that_are_missing_or_come_again() -> None:
@@ -268,6 +289,24 @@ def test_samples_that_are_missing_or_come_again() -> None:
     assert Rule.AUDIO_REPEATED in rules_of(with_event(history, 3, from_sample=500))
     assert Rule.AUDIO_MISSING in rules_of(with_event(history, 8, turn_samples=2_401))
     assert Rule.AUDIO_REPEATED in rules_of(with_event(history, 8, turn_samples=2_399))
+
+
+def test_a_unit_that_is_said_again_behind_itself() -> None:
+    """Its samples go on, its epoch is a new one, each number is sent once: only the unit tells."""
+    history = made_history(said=(1, 2, 2, 3, 4))
+    assert rules_of(history) == {Rule.UNIT_SAID_TWICE}
+    assert check_history(history).duplicated == 2
+
+
+def test_a_unit_that_is_never_said() -> None:
+    history = made_history(said=(1, 3, 4))
+    assert rules_of(history) == {Rule.UNIT_NOT_SAID}
+    assert check_history(history).lost == 1
+    assert rules_of(made_history(said=(1, 2, 3))) == set()  # the last one is on its way
+
+
+def test_events_that_are_said_to_be_gone_and_are_not() -> None:
+    assert rules_of(told_to_synchronise()) == {Rule.EVENT_MISSING}
 
 
 def test_epochs_and_chunks_out_of_order() -> None:
