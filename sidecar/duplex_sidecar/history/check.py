@@ -19,6 +19,7 @@ from duplex_sidecar.ledger.call import ScriptName
 
 _RULES: tuple[Callable[[SessionHistory], Iterator[Violation]], ...] = (
     rules_ledger.final_ledger,
+    rules_ledger.nothing_confirmed_is_gone,
     rules_ledger.one_chain,
     rules_ledger.executed_once,
     rules_ledger.one_owner,

@@ -12,6 +12,7 @@ class Rule(StrEnum):
     ACKNOWLEDGED_BEFORE_DURABLE = "acknowledged_before_durable"
     LEDGER_UNREADABLE = "ledger_unreadable"
     UNITS_NOT_CONTIGUOUS = "units_not_contiguous"
+    CONFIRMED_WRITE_GONE = "confirmed_write_gone"
     CHAIN_FORKED = "chain_forked"
     EXECUTED_TWICE = "executed_twice"
     FENCE_OF_TWO_REPLICAS = "fence_of_two_replicas"
@@ -44,6 +45,7 @@ LOSSES = frozenset(
         Rule.EVENT_MISSING,
         Rule.AUDIO_MISSING,
         Rule.UNIT_NOT_SAID,
+        Rule.CONFIRMED_WRITE_GONE,
         Rule.LEDGER_UNREADABLE,
     }
 )

@@ -28,6 +28,8 @@ from duplex_sidecar.history.observations import (
     encode_lines,
 )
 from duplex_sidecar.history.verdict import Minimums, Rule
+from duplex_sidecar.ledger import records
+from duplex_sidecar.ledger.export import Line
 from duplex_sidecar.window.state import WindowState
 
 pytestmark = pytest.mark.unit
@@ -102,7 +104,7 @@ def test_an_acknowledged_unit_that_is_not_in_the_ledger() -> None:
     history = made_history()
     end = next(one for one in history if isinstance(one, LedgerEnd))
     short = changed(history, LedgerEnd, lambda _: True, lines=end.lines[:-1])
-    assert rules_of(short) == {Rule.ACKNOWLEDGED_INPUT_LOST}
+    assert rules_of(short) == {Rule.ACKNOWLEDGED_INPUT_LOST, Rule.CONFIRMED_WRITE_GONE}
     other = Acknowledged(1, 0, SAMPLES + 1)
     moved = changed(history, Frame, lambda one: one.acknowledged is not None, acknowledged=other)
     assert rules_of(moved) == {Rule.ACKNOWLEDGED_INPUT_LOST}
@@ -129,13 +131,38 @@ def test_a_ledger_that_cannot_be_read() -> None:
     assert Rule.LEDGER_UNREADABLE in rules_of(none)
 
 
+def test_confirmed_writes_that_are_gone_at_the_end() -> None:
+    """The server forgot its newest ones and nobody said so; the client was told of them."""
+    history = made_history()
+    end = next(one for one in history if isinstance(one, LedgerEnd))
+    short = changed(history, LedgerEnd, lambda _: True, events_last=6)
+    assert rules_of(short) == {Rule.CONFIRMED_WRITE_GONE}
+    last = msgspec.json.decode(end.lines[-1], type=Line)
+    open_unit = structs.replace(
+        last,
+        committed=False,
+        records=last.records[:1],
+        index=last.index - 1,
+        hash=records.sha256(last.records[0].encode()),
+        token_ids=(),
+    )
+    lines = (*end.lines[:-1], msgspec.json.encode(open_unit).decode())
+    unanswered = changed(history, LedgerEnd, lambda _: True, lines=lines)
+    assert Rule.CONFIRMED_WRITE_GONE in rules_of(unanswered)
+    assert check_history(unanswered).lost == 1
+    at_ns = command(history, "commit", 4).executed_ns
+    assert at_ns is not None
+    restored = Happening(at_ns=at_ns + 1_000_000_000, what=RESTORED, whom="")
+    assert Rule.CONFIRMED_WRITE_GONE not in rules_of([*unanswered, restored])
+
+
 def test_two_writes_on_one_entry() -> None:
     history = made_history()
     first = command(history, "accept")
     assert isinstance(first.write, ChainWrite)
     write = structs.replace(first.write, hash="another")
     again = structs.replace(first, write=write, operation="another")
-    assert rules_of([*history, again]) == {Rule.CHAIN_FORKED}
+    assert rules_of([*history, again]) == {Rule.CHAIN_FORKED, Rule.CONFIRMED_WRITE_GONE}
     stray = changed(history, Command, named("accept"), write=structs.replace(write, prev_hash="?"))
     assert Rule.CHAIN_FORKED in rules_of(stray)
 
