@@ -53,6 +53,7 @@ cluster-down: env ## ends it; only the cache of binaries and images stays
 
 bench-cluster: env bench-operator ## times of the operator, then of a release on that cluster, as JSON with conditions
 	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_cluster
+	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_pods
 
 bench-operator: env ## of the operator alone, on an API server without nodes (BENCH="--quick start" for a part)
 	@PYTHONPATH=tests $(PYTHON) -m tests.bench.measure_operator $(BENCH)

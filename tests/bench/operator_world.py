@@ -29,16 +29,12 @@ from duplex_operator.apply import PODS, POOLS, SESSIONS, KubernetesApi
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from scripts.cluster import say
-from tests.bench.operator_requests import UPKEEP
+from tests.bench.operator_requests import dispatched, flow_schemas
 from tests.bench.processes import cpu_s
 
 NAMESPACE, POOL, ACCOUNT = "bench", "pool", "operator"
 CREATE_AT_ONCE = 16
 START_S = 90.0
-_FLOWS = re.compile(
-    r'^apiserver_flowcontrol_dispatched_requests_total\{flow_schema="operator-(\w+)".*\} (\S+)$',
-    re.MULTILINE,
-)
 _GAUGE = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 
 Json = dict[str, Any]
@@ -138,11 +134,7 @@ class World:
     def requests(self) -> dict[str, float]:
         """What the operator's account has asked of the API server, by the server's own count:
         `upkeep` (its Lease, pools, pods) and `sessions` (all else)."""
-        text = self.server.kubectl("get", "--raw", "/metrics")
-        found: dict[str, float] = {"upkeep": 0.0, "sessions": 0.0}
-        for schema, count in _FLOWS.findall(text):
-            found[schema] += float(count)
-        return found
+        return dispatched(self.server.kubectl("get", "--raw", "/metrics"))
 
     def cpu_s(self) -> dict[str, float]:
         """Processor seconds since each began."""
@@ -270,7 +262,6 @@ def _prepare(server: ApiServer) -> None:
     account = {"kind": "ServiceAccount", "metadata": {"name": ACCOUNT, "namespace": NAMESPACE}}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
-    upkeep = [*UPKEEP, "duplexpools/status"]
     documents: list[Json] = [
         restricted_namespace(NAMESPACE),
         {"apiVersion": "v1", **account},
@@ -281,34 +272,6 @@ def _prepare(server: ApiServer) -> None:
             "roleRef": role,
             "subjects": [subject],
         },
-        _flow("upkeep", 500, upkeep),
-        _flow("sessions", 501, ["*"]),
+        *flow_schemas(ACCOUNT, NAMESPACE),
     ]
     server.apply(documents)
-
-
-def _flow(name: str, precedence: int, resources: list[str]) -> Json:
-    account = {"name": ACCOUNT, "namespace": NAMESPACE}
-    rule = {
-        "verbs": ["*"],
-        "apiGroups": ["*"],
-        "resources": resources,
-        "clusterScope": True,
-        "namespaces": ["*"],
-    }
-    return {
-        "apiVersion": "flowcontrol.apiserver.k8s.io/v1",
-        "kind": "FlowSchema",
-        "metadata": {"name": f"operator-{name}"},
-        "spec": {
-            "matchingPrecedence": precedence,
-            "priorityLevelConfiguration": {"name": "workload-low"},
-            "distinguisherMethod": {"type": "ByUser"},
-            "rules": [
-                {
-                    "subjects": [{"kind": "ServiceAccount", "serviceAccount": account}],
-                    "resourceRules": [rule],
-                }
-            ],
-        },
-    }

@@ -89,13 +89,13 @@ class SessionWatch:
                 return max(self.first_true[name, condition] for name in names)
             await self._news(deadline, f"{len(left)} of {len(names)} sessions not {condition}")
 
-    async def moved(self, uids: "list[str]", off: str, within_s: float) -> dict[str, float]:
-        """By uid, when it was first seen placed on another pod than `off`."""
+    async def moved(self, uids: "list[str]", since_s: float, within_s: float) -> dict[str, float]:
+        """By uid, when it was first seen on a pod where it was not before that time."""
         deadline = time.monotonic() + within_s
         wanted, found = set(uids), dict[str, float]()
         while True:
-            for (uid, pod), at in self.placed.items():
-                if uid in wanted and pod != off:
+            for (uid, _), at in self.placed.items():
+                if uid in wanted and at > since_s:
                     found.setdefault(uid, at)
             if len(found) == len(wanted):
                 return found

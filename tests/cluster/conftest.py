@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from support.api_servers import ApiServer, running_api_server
 from support.clusters import Cluster, OwnCluster, running_cluster
-from support.releases import Voice, running_voice, write_volume_voice
+from support.releases import (
+    POOL_VARIABLE,
+    VALUES_VARIABLE,
+    Voice,
+    running_voice,
+    told,
+    voice_elsewhere,
+    write_volume_voice,
+)
 
 from scripts.cluster import API_PARTS, build, foreign_kubeconfig, install_packages, why_not
 
@@ -62,14 +70,20 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def voice(own_cluster: OwnCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Voice]:
+def voice(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Voice]:
     """A release that serves the whole cluster, whose gateway speaks TLS, and a pool of two real
-    sidecars with one slot each and a volume of voices. For one module: another module's releases
-    shall have their sessions for themselves."""
+    sidecars with one slot each and, on this machine's cluster, a volume of voices. For one module:
+    another module's releases shall have their sessions for themselves."""
+    if not isinstance(cluster, OwnCluster):
+        elsewhere = told()
+        assert elsewhere is not None
+        with voice_elsewhere(cluster, elsewhere, tls=True) as running:
+            yield running
+        return
     voices = tmp_path_factory.mktemp("voices")
     voices.chmod(0o755)
     write_volume_voice(voices)
-    with running_voice(own_cluster, tls=True, voices=voices) as running:
+    with running_voice(cluster, tls=True, voices=voices) as running:
         yield running
 
 
@@ -113,8 +127,12 @@ def _why_not_run(fixtures: tuple[str, ...] | list[str]) -> str | None:
     reason = why_not()
     if "cluster" in fixtures and reason is not None:
         return f"a cluster of nodes {reason}"
-    if "own_cluster" in fixtures and foreign_kubeconfig() is not None:
+    if foreign_kubeconfig() is None:
+        return None
+    if "own_cluster" in fixtures:
         return "they need this machine's own cluster (unset KUBECONFIG)"
+    if "voice" in fixtures and told() is None:
+        return f"they need {VALUES_VARIABLE} and {POOL_VARIABLE} (tests/cluster/README.md)"
     return None
 
 

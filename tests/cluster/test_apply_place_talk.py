@@ -319,6 +319,7 @@ async def test_the_gateway_speaks_tls(voice: Voice) -> None:
                 assert opening == "session.created"
 
 
+@pytest.mark.usefixtures("own_cluster")
 async def test_a_voice_of_the_pools_volume(voice: Voice) -> None:
     """What neither the volume nor the checkpoint has is refused."""
     kube, namespace = voice.cluster, voice.namespace

@@ -188,14 +188,20 @@ def evict(voice: Voice, pod: Json) -> None:
 # --- a kubelet ends ----------------------------------------------------------------------------
 
 
+def on_this_machine(voice: Voice) -> OwnCluster:
+    assert isinstance(voice.cluster, OwnCluster)
+    return voice.cluster
+
+
 @contextmanager
 def without_kubelet(voice: Voice, node: str) -> Iterator[None]:
-    command = voice.cluster.kill_kubelet(node)
+    machine = on_this_machine(voice)
+    command = machine.kill_kubelet(node)
     try:
         yield
     finally:
-        voice.cluster.start_kubelet(node, command)
-        voice.cluster.wait(f"node/{node}", "condition=Ready", timeout_s=NOT_READY_WITHIN_S)
+        machine.start_kubelet(node, command)
+        machine.wait(f"node/{node}", "condition=Ready", timeout_s=NOT_READY_WITHIN_S)
 
 
 async def test_a_kubelet_is_killed_under_a_pod_that_talks(voice: Voice) -> None:
@@ -225,7 +231,7 @@ async def test_a_node_dies_and_nobody_says_so(voice: Voice) -> None:
             before = await caller.until_unit(4)
             pod = await pod_that_talks(voice, "bereft")
             with without_kubelet(voice, pod["spec"]["nodeName"]):
-                voice.cluster.kill_processes(pod["metadata"]["uid"])
+                on_this_machine(voice).kill_processes(pod["metadata"]["uid"])
                 await moved(caller, before)
                 still = (await pod_that_talks(voice, "bereft"))["metadata"]["uid"]
                 assert still != pod["metadata"]["uid"]

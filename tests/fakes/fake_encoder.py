@@ -1,7 +1,7 @@
 """The encoder: rows that are a hash of all PCM since its mel buffer's begin, with the real state
 rules (16,560 samples first, a reset every few chunks, restore by replay)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fake_stage import HIDDEN, FakeStage, hash_of, rows, rows_in
@@ -32,9 +32,9 @@ BROKEN_FRAME = b"broken"
 REFERENCE_ROWS = 7
 
 
-def reference_of(voice: str) -> Tensor:
+def reference_of(voice: str, count: int = REFERENCE_ROWS) -> Tensor:
     """Rows of a voice's reference clip."""
-    return rows(*(hash_of(voice.encode(), b"%d" % k) for k in range(REFERENCE_ROWS)))
+    return rows(*(hash_of(voice.encode(), b"%d" % k) for k in range(count)))
 
 
 @dataclass
@@ -52,7 +52,11 @@ class _State:
 
 
 class FakeEncoder(FakeStage):
-    def __init__(self, *, max_sessions: int = 8) -> None:
+    """reference_rows: of voices whose clip has another length than REFERENCE_ROWS."""
+
+    def __init__(
+        self, *, max_sessions: int = 8, reference_rows: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__("encoder")
         self.sessions: dict[str, _State] = {}
         self.given: dict[tuple[str, int], list[list[bytes]]] = {}
@@ -61,6 +65,7 @@ class FakeEncoder(FakeStage):
         self.references: list[str] = []
         """Voices whose clips were encoded."""
         self._max_sessions = max_sessions
+        self._reference_rows = reference_rows or {}
 
     async def open(self, request: EncoderOpen) -> None:
         await self._enter()
@@ -122,7 +127,8 @@ class FakeEncoder(FakeStage):
     async def reference(self, request: EncoderReference) -> ReferenceRows:
         await self._enter()
         self.references.append(request.voice)
-        return ReferenceRows(reference_of(request.voice))
+        count = self._reference_rows.get(request.voice, REFERENCE_ROWS)
+        return ReferenceRows(reference_of(request.voice, count))
 
     async def close(self, request: EncoderClose) -> None:
         await self._enter()
@@ -144,6 +150,10 @@ class FakeEncoder(FakeStage):
 
     def _forget_all(self) -> None:
         self.sessions.clear()
+
+    def drop_notes(self) -> None:
+        for notes in (self.given, self.replayed_samples, self.references):
+            notes.clear()
 
     def _held(self) -> Sequence[str]:
         return tuple(self.sessions)

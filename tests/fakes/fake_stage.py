@@ -132,5 +132,9 @@ class FakeStage:
     def _forget_all(self) -> None:
         raise NotImplementedError
 
+    def drop_notes(self) -> None:
+        """Of all that a test would look at: a process that lives long would be full of it."""
+        raise NotImplementedError
+
     def _held(self) -> Sequence[str]:
         raise NotImplementedError

@@ -213,5 +213,9 @@ class FakeThinker(FakeStage):
     def _forget_all(self) -> None:
         self.streams.clear()
 
+    def drop_notes(self) -> None:
+        for notes in (self.submissions, self.opened_ahead):
+            notes.clear()
+
     def _held(self) -> Sequence[str]:
         return tuple(self.streams)

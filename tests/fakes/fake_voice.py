@@ -117,6 +117,9 @@ class FakeTalker(FakeStage):
     def _forget_all(self) -> None:
         self.streams.clear()
 
+    def drop_notes(self) -> None:
+        self.feeds.clear()
+
     def _held(self) -> Sequence[str]:
         return tuple(self.streams)
 
@@ -211,6 +214,10 @@ class FakeCode2Wav(FakeStage):
 
     def _forget_all(self) -> None:
         self.sessions.clear()
+
+    def drop_notes(self) -> None:
+        for notes in (self.opened, self.fed, self.made):
+            notes.clear()
 
     def _held(self) -> Sequence[str]:
         return tuple(self.sessions)

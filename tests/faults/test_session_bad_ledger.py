@@ -71,6 +71,27 @@ async def no_number(server: Redis, keys: SessionKeys) -> None:
     await server.hset(keys.meta, "index", "many")
 
 
+async def no_text(server: Redis, keys: SessionKeys) -> None:
+    await server.hset(keys.meta, "reason", b"\xff\xfe")
+
+
+async def no_unit(server: Redis, keys: SessionKeys) -> None:
+    await server.hset(keys.state, "voice_unit", "many")
+
+
+async def other_speech(server: Redis, keys: SessionKeys) -> None:
+    await server.hset(keys.state, "voice", b"\xc1")
+
+
+async def foreign_meta(server: Redis, keys: SessionKeys) -> None:
+    await server.delete(keys.meta)
+    await server.set(keys.meta, "foreign")
+
+
+async def high_floor(server: Redis, keys: SessionKeys) -> None:
+    await server.hset(keys.meta, "window_floor", 1_000_000)
+
+
 Damage = Callable[[Redis, SessionKeys], Awaitable[None]]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "flipped byte": (flip_a_byte, "entry 5"),
@@ -81,6 +102,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "lost state": (lose_the_state, "state"),
     "foreign type": (foreign_type, ":rows: has a foreign type"),
     "damaged mark": (damage_a_mark, "voice mark"),
+    "no text": (no_text, "meta: unreadable field"),
+    "no unit": (no_unit, "voice state: unreadable unit"),
+    "other speech": (other_speech, "voice state"),
+    "foreign meta": (foreign_meta, ":meta: has a foreign type"),
+    "high floor": (high_floor, "meta: window floor 1000000"),
     "no number": (no_number, "meta: unreadable field"),
 }
 LEASE = {b"fence", b"nonce", b"replica", b"until", b"era", b"released", b"address", b"woken"}
@@ -92,6 +118,8 @@ async def held(server: Redis, session: str) -> dict[str, object]:
     found: dict[str, object] = {}
     for key in session_keys(session).all():
         found[key] = await server.dump(key)
+    if await server.type(session_keys(session).meta) != b"hash":
+        return found
     meta = await server.hgetall(session_keys(session).meta)
     found[session_keys(session).meta] = {k: v for k, v in meta.items() if k not in LEASE}
     return found

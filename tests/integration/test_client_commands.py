@@ -1,6 +1,7 @@
 """Commands of a client that change what was said: the reply stops, what was not heard is taken out
 of the context, and each numbered command counts once, wherever the session runs."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from duplex_sidecar.protocol.events import (
     CommandApplied,
     Decision,
     Failure,
+    InputAccepted,
+    InputFormatSet,
     PlaybackAcknowledged,
     ResyncRequired,
     TurnMark,
@@ -33,6 +36,7 @@ from duplex_sidecar.protocol.events import (
 from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS, CommandDesk
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.handing_over import HandOver
+from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerFeed
 from duplex_sidecar.telemetry.metrics import Metrics
 from duplex_sidecar.telemetry.names import EpochCause, RebuildCause
 
@@ -326,6 +330,39 @@ async def test_a_format_is_set_each_time_and_its_number_noted_once(here: Replica
     assert isinstance(other, Failure)
     assert other.code is ErrorCode.OUT_OF_ORDER_EVENT
     await caller.talk(4)
+
+
+async def test_a_format_that_waits_for_a_units_end_is_said_again_over_another_connection(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is not applied yet; the new connection must hear it all the same, for what comes
+    behind it is in that format."""
+    await here.open("format-waits", Terms("context"))
+    caller = Caller("format-waits")
+    await caller.dial(here)
+    await caller.talk(1)
+    goes_on, feed = asyncio.Event(), here.stages.thinker.feed
+
+    async def slow(request: ThinkerFeed) -> ThinkerAnswer:
+        await goes_on.wait()
+        return await feed(request)
+
+    monkeypatch.setattr(here.stages.thinker, "feed", slow)
+    await caller.say(2)
+    await caller.until(lambda event: isinstance(event, InputAccepted))
+    update = SetInputFormat(AudioEncoding.FLOAT32, RATE_HZ, None, 1)
+    for _ in range(2):
+        await caller.dial(here)
+        assert caller.attachment is not None
+        await caller.attachment.submit(update)
+        heard = await caller.until(lambda event: isinstance(event, InputFormatSet | Failure))
+        while isinstance(heard, InputFormatSet) and heard.encoding is AudioEncoding.PCM16:
+            heard = await caller.until(lambda event: isinstance(event, InputFormatSet | Failure))
+        assert isinstance(heard, InputFormatSet), heard
+    goes_on.set()
+    applied = await caller.until(lambda event: isinstance(event, CommandApplied))
+    assert applied == CommandApplied(1, None)
+    assert (await here.ledger.load("format-waits")).meta.client.last == 1
 
 
 async def test_what_is_played_is_known_and_leaves_the_journal(

@@ -55,6 +55,7 @@ from duplex_sidecar.ledger.records import (
 )
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
+from duplex_sidecar.ledger.sweep import find_ownerless, still_ownerless
 
 pytestmark = pytest.mark.integration
 
@@ -357,6 +358,64 @@ async def test_after_settling_the_fence_steps_over_any_that_may_be_lost(
     await raw.hset(meta, "settle_until", "1")
     lease = await ledger.acquire(session, "replica-b")
     assert lease.fence == writer.lease.fence + 1_000_000
+
+
+async def test_a_lease_lasts_no_longer_because_the_servers_clock_went_back(
+    ledger: Ledger, raw: Redis, session: str
+) -> None:
+    """The clock that a lost owner's lease was measured with was an hour ahead."""
+    meta = session_keys(session).meta
+    await Writer.create(ledger, session)
+    ahead_ms = int(await raw.hget(meta, "until") or 0) + 3_600_000
+    await raw.hset(meta, "until", str(ahead_ms))
+    with pytest.raises(LeaseHeld) as caught:
+        await ledger.acquire(session, "replica-b")
+    assert caught.value.remaining_ms == store.LEASE_MS
+    left_ms = ahead_ms - int(await raw.hget(meta, "until") or 0)
+    assert left_ms > 3_500_000, "it runs out like any other"
+    await raw.hset(meta, mapping={"era": "0" * 40, "until": "1"})
+    with pytest.raises(LeaseSettling):
+        await ledger.acquire(session, "replica-b")
+    await raw.hset(meta, "settle_until", str(ahead_ms))
+    with pytest.raises(LeaseSettling) as settling:
+        await ledger.acquire(session, "replica-b")
+    assert settling.value.wait_ms == store.LEASE_MS
+    assert int(await raw.hget(meta, "settle_until") or 0) < ahead_ms - 3_500_000
+
+
+async def test_numbers_of_commands_that_come_late_do_not_undo_newer_ones(
+    ledger: Ledger, session: str
+) -> None:
+    """A call whose answer was lost is repeated over another connection; the first one may reach the
+    server behind the repeat and all that came after it."""
+    writer = await Writer.create(ledger, session)
+    await writer.unit(1)
+    await ledger.client_said(writer.lease, "1:aa")
+    await ledger.client_said(writer.lease, "1:aa 10:bb")
+    await ledger.client_said(writer.lease, "1:aa")
+    assert (await ledger.load(session)).meta.client.last == 10
+    await ledger.client_said(writer.lease, "10:bb 9007199254740992:cc")
+    await ledger.client_said(writer.lease, "1:aa 10:bb")
+    assert (await ledger.load(session)).meta.client.last == 2**53
+
+
+async def test_a_name_that_something_else_has_stops_no_sweep(
+    ledger: Ledger, raw: Redis, session: str
+) -> None:
+    writer = await Writer.create(ledger, session)
+    await ledger.release(writer.lease)
+    foreign, unread = session_keys(f"{session}-foreign").meta, session_keys(f"{session}-x").meta
+    await raw.set(foreign, "foreign")
+    await raw.hset(unread, "phase", b"\xff")
+    try:
+        found = [one.session async for one in find_ownerless(ledger.reader, 0)]
+        assert session in found
+        assert session not in [one async for one in ledger.unfinished_erasures()]
+        again = await ledger.acquire(session, "replica-b")
+        assert await still_ownerless(ledger.reader, session, 0) is None
+        await ledger.release(again)
+    finally:
+        await raw.delete(foreign, unread)
 
 
 async def test_a_released_session_goes_on_elsewhere_at_once(ledger: Ledger, session: str) -> None:

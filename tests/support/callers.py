@@ -1,11 +1,12 @@
 """Clients of a session on a cluster: the demo's own, talking through the gateway at real time."""
 
 import asyncio
+import base64
 import json
 import ssl
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,6 +40,20 @@ def ticket(kube: Kube, session: str, namespace: str) -> Ticket:
     named: Json = status["tokenSecret"]
     token = kube.secret(named["name"], namespace)[named["key"]]
     return Ticket(status["ledgerId"], token.decode())
+
+
+def tickets(kube: Kube, sessions: Sequence[str], namespace: str) -> list[Ticket]:
+    """The same of many, in two requests."""
+    found = {each["metadata"]["name"]: each for each in kube.items("dxs", namespace)}
+    secrets = {each["metadata"]["name"]: each for each in kube.items("secrets", namespace)}
+
+    def read(session: str) -> Ticket:
+        status: Json = found[session]["status"]
+        named: Json = status["tokenSecret"]
+        token = base64.b64decode(secrets[named["name"]]["data"][named["key"]])
+        return Ticket(status["ledgerId"], token.decode())
+
+    return [read(session) for session in sessions]
 
 
 @dataclass
@@ -138,6 +153,23 @@ async def calling(
             yield caller
 
 
+@asynccontextmanager
+async def all_calling(
+    voice: Voice, sessions: Sequence[str], *, seconds: float, speed: float
+) -> AsyncGenerator[list[Caller]]:
+    """A client for each, all over one port of one gateway. speed: of their speech, in real time's:
+    many clients at full speed would want more than a small machine has."""
+    named = await asyncio.to_thread(tickets, voice.cluster, sessions, voice.namespace)
+    tls = trusting(voice)
+    async with AsyncExitStack() as stack:
+        port = stack.enter_context(gateway_port(voice))
+        url = f"http{'s' if tls else ''}://127.0.0.1:{port}/v1"
+        yield [
+            await stack.enter_async_context(speaking(url, each, seconds, tls, speed))
+            for each in named
+        ]
+
+
 @contextmanager
 def gateway_port(voice: Voice) -> Generator[int]:
     """A loopback port that leads to the gateway's Service."""
@@ -189,7 +221,11 @@ def realtime_url(voice: Voice, port: int, session: str) -> str:
 
 @asynccontextmanager
 async def speaking(
-    url: str, named: Ticket, seconds: float = LONGEST_TALK_S, tls: ssl.SSLContext | None = None
+    url: str,
+    named: Ticket,
+    seconds: float = LONGEST_TALK_S,
+    tls: ssl.SSLContext | None = None,
+    speed: float = 1.0,
 ) -> AsyncGenerator[Caller]:
     """url: of a gateway, up to /v1."""
     events: list[Json] = []
@@ -204,6 +240,7 @@ async def speaking(
         named.uid,
         named.token,
         speech(seconds),
+        speed=speed,
         redial_for_s=UNIT_TIMEOUT_S,
         tls=tls,
         on_event=take,

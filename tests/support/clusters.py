@@ -256,6 +256,17 @@ class OwnCluster(Cluster):
             ),
         )
 
+    def provide(self, namespace: str, folders: Mapping[str, Path]) -> None:
+        """A volume for each claim of that name that somebody is going to make, as a storage class
+        would: empty, and writable by the group that a pod names in `fsGroup`.
+
+        folders: of this machine, by the claim's name.
+        """
+        for folder in folders.values():
+            os.chown(folder, 0, USER_ID)
+            folder.chmod(0o2775)
+        self.apply([_provided_volume(namespace, name, folder) for name, folder in folders.items()])
+
     @contextmanager
     def forward(self, port: int, folder: Path) -> Generator[str]:
         """Carry 127.0.0.1:port of this machine into the cluster. Yields the address for pods.
@@ -346,6 +357,23 @@ def _program(name: str) -> Path:
 def _image(*arguments: str | Path) -> None:
     command = (sys.executable, cluster.RECIPE / "image.py", *arguments)
     cluster.run_telling(command, f"image {arguments[0]}", quiet=True)
+
+
+def _provided_volume(namespace: str, claim: str, folder: Path) -> Json:
+    """For one claim, of whatever size and mode."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{namespace}-{claim}", "labels": {NAMESPACE_LABEL: namespace}},
+        "spec": {
+            "accessModes": ["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"],
+            "storageClassName": "",
+            "capacity": {"storage": "100Gi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "hostPath": {"path": str(folder), "type": "Directory"},
+            "claimRef": {"namespace": namespace, "name": claim},
+        },
+    }
 
 
 def _volume_and_claim(namespace: str, name: str, folder: Path) -> tuple[Json, Json]:

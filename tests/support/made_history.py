@@ -2,7 +2,7 @@
 on what becomes of it when one thing in it is changed."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ class Maker:
     completed: int = 0
     lines: list[Line] = field(default_factory=list[Line])
     turn_samples: int = 0
+    chunks: int = 0
 
     def tick(self) -> int:
         self.now_ns += STEP_NS
@@ -102,7 +103,7 @@ class Maker:
     # --- the story --------------------------------------------------------------------------------
 
     def own(self, replica: str) -> None:
-        self.replica, self.fence = replica, self.fence + 1
+        self.replica, self.fence, self.chunks = replica, self.fence + 1, 0
         self.command("acquire", reply=("ok", str(self.fence), "era"), fence=None)
 
     def dial(self) -> None:
@@ -178,7 +179,6 @@ class Maker:
         )
         committed = self.commit(seq)
         self.line("unit", seq, (accepted, committed))
-        self.speak(seq)
 
     def accept(self, seq: int) -> records.Accepted:
         self.prompt_tokens += UNIT_TOKENS + self.completed
@@ -218,7 +218,7 @@ class Maker:
 
     def speak(self, seq: int) -> None:
         """One chunk of sound and the unit's facts."""
-        self.observations.append(StageChunk(self.replica, SESSION, self.fence - 1, self.chunk(seq)))
+        self.observations.append(StageChunk(self.replica, SESSION, self.fence - 1, self.chunks))
         first = self.sequence + 1
         events = [self.audio(first, seq), self.done(first + 1, seq)]
         self.command("journal", write=JournalWrite(seq, first, tuple(events)))
@@ -226,9 +226,7 @@ class Maker:
         for event in events:
             self.frame("event", event=structs.replace(event, sha256=f"wire {event.sequence}"))
         self.turn_samples += events[0].samples
-
-    def chunk(self, seq: int) -> int:
-        return seq - 1 if seq <= TAKEOVER_AFTER else seq - 1 - TAKEOVER_AFTER
+        self.chunks += 1
 
     def audio(self, sequence: int, seq: int) -> EventFacts:
         return EventFacts(
@@ -238,7 +236,7 @@ class Maker:
             turn=1,
             unit=seq,
             epoch=self.fence - 1,
-            stage2_sequence=self.chunk(seq),
+            stage2_sequence=self.chunks,
             from_sample=self.turn_samples,
             samples=600,
             pcm_sha256=hashlib.sha256(b"%d" % seq).hexdigest(),
@@ -249,8 +247,9 @@ class Maker:
         return EventFacts(sequence=sequence, kind="unit_done", sha256=name, turn=1, unit=seq)
 
 
-def made_history(units: int = 4) -> list[Observation]:
-    """The first two units of one owner, the others of its successor."""
+def made_history(units: int = 4, said: Sequence[int] | None = None) -> list[Observation]:
+    """The first two units of one owner, the others of its successor. said: which of them sound,
+    None: each once."""
     run = Run(schema=SCHEMA, name="made", lease_ms=LEASE_MS, margin_ms=MARGIN_MS)
     maker = Maker([run])
     maker.open()
@@ -261,6 +260,8 @@ def made_history(units: int = 4) -> list[Observation]:
             maker.own("b")
             maker.dial()
         maker.unit(seq)
+        for _ in range((said or range(units + 1)).count(seq)):
+            maker.speak(seq)
     maker.frame("session.closed", problem="session_ended")
     lines = tuple(msgspec.json.encode(line).decode() for line in maker.lines)
     maker.observations.append(LedgerEnd(session=SESSION, lines=lines, events_last=maker.sequence))

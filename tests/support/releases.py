@@ -1,7 +1,11 @@
-"""A release of the chart on this machine's own cluster, and what it needs there to run real
-conversations: images without a registry, a pool whose pods run this checkout."""
+"""A release of the chart, and what it needs to run real conversations.
+
+On this machine's own cluster: images without a registry, a pool whose pods run this checkout.
+Elsewhere: what somebody has told (`Told`).
+"""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -11,10 +15,12 @@ from typing import Any
 import yaml
 from redis import Redis
 from support.api_servers import make_identity
-from support.clusters import OwnCluster
+from support.clusters import Cluster, OwnCluster
 from support.kube import Json, Kube, until
 from support.sidecar_pods import (
+    FAKE_RESOURCES,
     READY_TIMEOUT_S,
+    Stages,
     load_sidecar_image,
     mount_program,
     share_checkpoint,
@@ -35,6 +41,9 @@ CHARTS = ROOT / "charts"
 EXAMPLES = ROOT / "examples"
 LEDGER_DOCKERFILE = ROOT / "tests" / "cluster" / "ledger.Dockerfile"
 INSTALL_TIMEOUT_S = 300
+PULL_TIMEOUT_S = 800
+"""Elsewhere images are pulled and a claim may have to be filled first."""
+VALUES_VARIABLE, POOL_VARIABLE = "DUPLEX_TEST_VALUES", "DUPLEX_TEST_POOL"
 GONE_TIMEOUT_S = 150
 """An operator erases a ledger for 30 s at most before it lets a session go."""
 RELEASE = "talk"
@@ -57,15 +66,15 @@ class Voice:
     """A release that serves the whole cluster, and a pool in its namespace, which enforces Pod
     Security `restricted`."""
 
-    cluster: OwnCluster
+    cluster: Cluster
     namespace: str
     pool: str
     authority: str = ""
     """Who signed the gateway's certificate, in PEM; empty: it speaks no TLS."""
 
-    def await_free(self, slots: int) -> None:
+    def await_free(self, slots: int, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Until that many sessions would be placed at once."""
-        until(lambda: self.free_slots() >= slots, f"{slots} free slots", READY_TIMEOUT_S)
+        until(lambda: self.free_slots() >= slots, f"{slots} free slots", timeout_s)
 
     def free_slots(self) -> int:
         pool = self.cluster.get("dxp", self.pool, self.namespace)
@@ -87,6 +96,7 @@ def running_voice(
     voices: Path | None = None,
     charts: Charts | None = None,
     slots: int = 1,
+    stages: Stages = Stages.REAL,
 ) -> Generator[Voice]:
     """Of that many pods with so many slots each. Begins when they take sessions.
 
@@ -95,14 +105,14 @@ def running_voice(
     in this checkout.
     """
     charts = charts or Charts()
-    load_images(cluster)
+    load_images(cluster, stages)
     install_kinds(cluster, charts)
     with cluster.namespace("voice") as namespace:
         authority = make_gateway_certificate(cluster, namespace) if tls else ""
         values = (f"gateway.tlsSecretName={TLS_SECRET}",) if tls else ()
         install(cluster, namespace, values, charts)
         try:
-            pool = cpu_pool(cluster, namespace, replicas=pods, slots=slots)
+            pool = cpu_pool(cluster, namespace, stages, replicas=pods, slots=slots)
             if voices is not None:
                 cluster.share(namespace, {VOICES_CLAIM: voices})
                 pool["spec"]["voices"] = {"claimName": VOICES_CLAIM}
@@ -117,17 +127,70 @@ def running_voice(
             uninstall(cluster, namespace)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a release elsewhere cannot know: files that whoever installs one there has anyway.
+
+    values: for Helm, with the names of the images. pool: manifests of one DuplexPool and of all
+    that its pods need: claims, a job that fills them, a Secret to pull with.
+    """
+
+    values: Path
+    pool: Path
+
+
+def told(environment: Mapping[str, str] = os.environ) -> Told | None:
+    """By VALUES_VARIABLE and POOL_VARIABLE; None unless both are given."""
+    files = [environment.get(name, "") for name in (VALUES_VARIABLE, POOL_VARIABLE)]
+    return Told(*map(Path, files)) if all(files) else None
+
+
+@contextmanager
+def voice_elsewhere(cluster: Cluster, told: Told, *, tls: bool = False) -> Generator[Voice]:
+    """As `running_voice`, on a cluster that shares nothing with this machine. Of the pool all is as
+    it is told, but for its name and its size: two pods with one slot each."""
+    others, pool = told_pool(told)
+    install_kinds(cluster)
+    with cluster.namespace("voice") as namespace:
+        authority = make_gateway_certificate(cluster, namespace) if tls else ""
+        if others:
+            cluster.apply(others, namespace)
+        values = (f"gateway.tlsSecretName={TLS_SECRET}",) if tls else ()
+        install(cluster, namespace, values, file=told.values)
+        try:
+            cluster.apply(pool, namespace)
+            voice = Voice(cluster, namespace, pool["metadata"]["name"], authority)
+            voice.await_free(2, PULL_TIMEOUT_S)
+            yield voice
+        finally:
+            uninstall(cluster, namespace)
+
+
+def told_pool(told: Told) -> tuple[list[Json], Json]:
+    """What else is in the file, and the pool: under the name that examples/session.yaml asks for.
+    Raises ValueError unless there is one."""
+    found = [each for each in yaml.safe_load_all(told.pool.read_text()) if each]
+    pools = [each for each in found if each["kind"] == "DuplexPool"]
+    if len(pools) != 1:
+        raise ValueError(f"{told.pool} has {len(pools)} pools, not one")
+    (pool,) = pools
+    name = example("session.yaml")["spec"]["poolRef"]["name"]
+    pool["metadata"] = {**pool["metadata"], "name": name}
+    pool["spec"] |= {"replicas": 2, "slots": 1}
+    return [each for each in found if each is not pool], pool
+
+
 # --- installing ----------------------------------------------------------------------------------
 
 
-def load_images(cluster: OwnCluster) -> None:
+def load_images(cluster: OwnCluster, stages: Stages = Stages.REAL) -> None:
     """Operator and gateway from their Dockerfile, a Valkey, the sidecar: into each node."""
     cluster.build_image(CONTROL_IMAGE, ROOT / "docker" / "control.Dockerfile", ROOT)
     cluster.build_image(LEDGER_IMAGE, LEDGER_DOCKERFILE, server_binary().parent)
-    load_sidecar_image(cluster)
+    load_sidecar_image(cluster, stages)
 
 
-def install_kinds(cluster: OwnCluster, charts: Charts | None = None) -> None:
+def install_kinds(cluster: Cluster, charts: Charts | None = None) -> None:
     """The chart of the kinds, also where they are already."""
     cluster.helm(
         *("upgrade", "--install", "duplex-crds", str((charts or Charts()).kinds)),
@@ -137,22 +200,25 @@ def install_kinds(cluster: OwnCluster, charts: Charts | None = None) -> None:
 
 
 def install(
-    cluster: OwnCluster,
+    cluster: Cluster,
     namespace: str,
     values: Sequence[str] = (),
     charts: Charts | None = None,
+    file: Path | None = None,
 ) -> None:
-    """The chart, with a trial ledger. values: more for `--set`, one NAME=VALUE each."""
-    given = (f"trialLedger.image={LEDGER_IMAGE}", *values)
+    """The chart, with a trial ledger. values: more for `--set`, one NAME=VALUE each. file: values
+    that say where the images are; without one the images are this machine's."""
+    given = (*(() if file else (f"trialLedger.image={LEDGER_IMAGE}",)), *values)
     cluster.helm(
         *("install", RELEASE, str((charts or Charts()).release), "-n", namespace, "--wait"),
         f"--timeout={INSTALL_TIMEOUT_S}s",
+        *(("--values", str(file)) if file else ()),
         *(part for value in given for part in ("--set", value)),
         timeout_s=INSTALL_TIMEOUT_S + 10,
     )
 
 
-def make_gateway_certificate(cluster: OwnCluster, namespace: str) -> str:
+def make_gateway_certificate(cluster: Cluster, namespace: str) -> str:
     """The Secret TLS_SECRET, for the Service of the release and for loopback. Returns who signed
     it, in PEM."""
     authority = make_identity("voice-test-ca", None)
@@ -172,7 +238,7 @@ def make_gateway_certificate(cluster: OwnCluster, namespace: str) -> str:
     return authority.certificate_pem().decode()
 
 
-def uninstall(cluster: OwnCluster, namespace: str) -> None:
+def uninstall(cluster: Cluster, namespace: str) -> None:
     """Also where it is gone already."""
     command = ("uninstall", RELEASE, "-n", namespace, "--wait", "--ignore-not-found")
     cluster.helm(*command, timeout_s=INSTALL_TIMEOUT_S)
@@ -228,7 +294,9 @@ async def applied_beside(voice: Voice, *sessions: Json) -> AsyncGenerator[None]:
         await asyncio.to_thread(context.__exit__, None, None, None)
 
 
-def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
+def cpu_pool(
+    cluster: OwnCluster, namespace: str, stages: Stages = Stages.REAL, **spec: Any
+) -> Json:
     """examples/pool-cpu.yaml, with the sidecar's program mounted instead of in its image.
 
     spec: fields that are different. Shares the folders that its pods need.
@@ -236,7 +304,10 @@ def cpu_pool(cluster: OwnCluster, namespace: str, **spec: Any) -> Json:
     pool = example("pool-cpu.yaml")
     share_checkpoint(cluster, namespace, pool["spec"]["checkpoint"]["pvc"]["claimName"])
     mount_program(pool["spec"]["template"], share_program(cluster, namespace))
-    pool["spec"] |= {"image": load_sidecar_image(cluster), **spec}
+    if stages is Stages.FAKE:
+        (sidecar,) = pool["spec"]["template"]["spec"]["containers"]
+        sidecar["resources"] = FAKE_RESOURCES
+    pool["spec"] |= {"image": load_sidecar_image(cluster, stages), **spec}
     return pool
 
 

@@ -5,6 +5,7 @@ checkout. A pool's pod starts from it as from the real one; the rest is mounted 
 """
 
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 
 from support.clusters import Mounts, OwnCluster, Pod, python_folders, scratch
@@ -14,7 +15,19 @@ from duplex_sidecar.checkpoint.tiny import make_tiny
 from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from scripts.cluster import ROOT
 
-IMAGE = "duplex.test/sidecar:1"
+
+class Stages(StrEnum):
+    """Of a sidecar in a pod."""
+
+    REAL = "real"
+    FAKE = "fake"
+    """Processes of `tests/fakes`, behind a sidecar that is otherwise the real one."""
+
+
+IMAGES = {
+    Stages.REAL: "duplex.test/sidecar:1",
+    Stages.FAKE: "duplex.test/sidecar-fake-stages:1",
+}
 CHECKPOINT_CLAIM = "checkpoint"
 CACHE_PATH = "/var/cache/duplex"
 INSPECTED_PATH = "/inspected"
@@ -25,6 +38,11 @@ RESOURCES: Json = {
     "requests": {"cpu": "500m", "memory": "3Gi"},
     "limits": {"memory": "5Gi"},
 }
+FAKE_RESOURCES: Json = {
+    "requests": {"cpu": "100m", "memory": "512Mi"},
+    "limits": {"memory": "1536Mi"},
+}
+"""With fake stages."""
 
 _PYTHON = ROOT / ".venv" / "bin" / "python"
 _DOCKERFILE = f"""\
@@ -36,27 +54,28 @@ ENV HOME=/tmp DUPLEX_CACHE_DIR={CACHE_PATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBU
 USER 65532:65532
 WORKDIR /tmp
 """
-_PROGRAMS = {
-    "python": f'exec {_PYTHON} "$@"\n',
-    "duplex": f"""\
+_DUPLEX = {
+    Stages.REAL: f"""\
 mkdir -p {CACHE_PATH}/vllm
 cp -r {INSPECTED_PATH} {CACHE_PATH}/vllm/modelinfos
 exec {_PYTHON} -m duplex_sidecar.cli.main "$@"
 """,
+    Stages.FAKE: f'exec {_PYTHON} {ROOT}/tests/fakes/fake_sidecar.py "$@"\n',
 }
 
 
-def load_sidecar_image(cluster: OwnCluster) -> str:
+def load_sidecar_image(cluster: OwnCluster, stages: Stages = Stages.REAL) -> str:
     """Build it and load it into each node. Returns its name."""
+    programs = {"python": f'exec {_PYTHON} "$@"\n', "duplex": _DUPLEX[stages]}
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder)
         copy_inspected(context / "inspected")
-        for name, body in _PROGRAMS.items():
+        for name, body in programs.items():
             (context / name).write_text(f"#!/bin/sh\n{body}")
             (context / name).chmod(0o755)
         (context / "Dockerfile").write_text(_DOCKERFILE)
-        cluster.build_image(IMAGE, context / "Dockerfile", context)
-    return IMAGE
+        cluster.build_image(IMAGES[stages], context / "Dockerfile", context)
+    return IMAGES[stages]
 
 
 def copy_inspected(target: Path) -> None:
@@ -97,7 +116,7 @@ def sidecar_pod(cluster: OwnCluster, namespace: str, name: str, redis_url: str) 
         name,
         ("duplex", "serve", "--from-environment"),
         mounts,
-        image=IMAGE,
+        image=IMAGES[Stages.REAL],
         environment={
             "DUPLEX_CHECKPOINT": "/checkpoint",
             "DUPLEX_REDIS_URL": redis_url,

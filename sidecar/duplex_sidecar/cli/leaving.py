@@ -11,10 +11,15 @@ INTERRUPTED = 130
 @contextmanager
 def leaves_in_order() -> Generator[None]:
     """SIGTERM inside does what Ctrl-C does: every `finally` runs, then KeyboardInterrupt goes on.
-    Of the main thread. SIGINT too, which a shell's background jobs would ignore."""
+    Of the main thread. SIGINT too, which a shell's background jobs would ignore. A second signal
+    (`timeout` sends two) breaks off nothing of what the first one began."""
+    leaving = False
 
     def leave(*_: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal leaving
+        if not leaving:
+            leaving = True
+            raise KeyboardInterrupt
 
     before = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -14,7 +14,7 @@ from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.ledger.pending import PendingErasures, finish_erasures
 from duplex_sidecar.ledger.store import Ledger
-from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless
+from duplex_sidecar.ledger.sweep import Ownerless, find_ownerless, still_ownerless
 
 HOUR_MS = 3_600_000
 
@@ -56,6 +56,9 @@ async def _sweep(url: str, min_idle_ms: int, keep: Path | None, *, erase: bool) 
         ]
         _show(found)
         for one in found if erase else ():
+            if await still_ownerless(ledger.reader, one.session, min_idle_ms) is None:
+                print(f"session {one.session} is in use again and was left alone")
+                continue
             print(f"erased {await ledger.erase(one.session)} keys of session {one.session}")
     finally:
         await ledger.close()

@@ -5,7 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from duplex_sidecar.history import rules_client, rules_commands, rules_ledger, rules_window
+from duplex_sidecar.history import (
+    rules_client,
+    rules_commands,
+    rules_ledger,
+    rules_speech,
+    rules_window,
+)
 from duplex_sidecar.history.observations import Command, Frame, Observation, Run
 from duplex_sidecar.history.sessions import SessionHistory, by_session
 from duplex_sidecar.history.verdict import Counts, Report, Rule, Violation
@@ -13,6 +19,7 @@ from duplex_sidecar.ledger.call import ScriptName
 
 _RULES: tuple[Callable[[SessionHistory], Iterator[Violation]], ...] = (
     rules_ledger.final_ledger,
+    rules_ledger.nothing_confirmed_is_gone,
     rules_ledger.one_chain,
     rules_ledger.executed_once,
     rules_ledger.one_owner,
@@ -24,6 +31,8 @@ _RULES: tuple[Callable[[SessionHistory], Iterator[Violation]], ...] = (
     rules_client.one_sequence_one_event,
     rules_client.each_event_once,
     rules_client.each_sample_once,
+    rules_speech.each_unit_said_once,
+    rules_speech.resync_is_needed,
     rules_client.epochs,
     rules_client.spoken_under_a_lease,
     rules_commands.commands_once,

@@ -12,6 +12,7 @@ from duplex_sidecar.history.verdict import Rule, Violation
 from duplex_sidecar.ledger.call import ScriptName
 from duplex_sidecar.ledger.errors import LedgerCorrupt, SchemaTooNew
 from duplex_sidecar.ledger.export import Line, verify_lines
+from duplex_sidecar.ledger.records import sha256
 
 MAX_SENDS_IN_A_BURST = 2
 BURST_NS = 150_000_000
@@ -60,6 +61,30 @@ def _joined(before: Line, line: Line) -> bool:
         and right is not None
         and (left.client_to_samples == right.client_from_samples)
     )
+
+
+def nothing_confirmed_is_gone(history: SessionHistory) -> Iterator[Violation]:
+    """What the server has confirmed since it was last restored is in the ledger at the end: the
+    entries that are not trimmed, and the journal up to its newest number."""
+    session, ledger = history.session, history.ledger
+    if ledger is None or ledger.problem is not None:
+        return
+    kept = {sha256(record.encode()) for line in history.lines for record in line.records}
+    first = min((line.seq for line in history.lines if line.kind == "unit"), default=0)
+    for one in history.chained:
+        newest = history.era(one.executed_ns) == history.last_era
+        if newest and one.write.seq >= first and one.write.hash not in kept:
+            text = f"{one.write.entry} {one.write.seq} was confirmed and is not in the ledger"
+            yield Violation(Rule.CONFIRMED_WRITE_GONE, session, text)
+    events = [
+        event.sequence
+        for one in history.journaled
+        if history.era(one.executed_ns) == history.last_era
+        for event in one.write.events
+    ]
+    if max(events, default=0) > ledger.events_last:
+        text = f"event {max(events)} was confirmed, the journal ends with {ledger.events_last}"
+        yield Violation(Rule.CONFIRMED_WRITE_GONE, session, text)
 
 
 def one_chain(history: SessionHistory) -> Iterator[Violation]:

@@ -12,6 +12,7 @@ class Rule(StrEnum):
     ACKNOWLEDGED_BEFORE_DURABLE = "acknowledged_before_durable"
     LEDGER_UNREADABLE = "ledger_unreadable"
     UNITS_NOT_CONTIGUOUS = "units_not_contiguous"
+    CONFIRMED_WRITE_GONE = "confirmed_write_gone"
     CHAIN_FORKED = "chain_forked"
     EXECUTED_TWICE = "executed_twice"
     FENCE_OF_TWO_REPLICAS = "fence_of_two_replicas"
@@ -23,6 +24,8 @@ class Rule(StrEnum):
     EVENT_REPEATED = "event_repeated"
     AUDIO_MISSING = "audio_missing"
     AUDIO_REPEATED = "audio_repeated"
+    UNIT_NOT_SAID = "unit_not_said"
+    UNIT_SAID_TWICE = "unit_said_twice"
     PLAYED_BEFORE_COMMIT = "played_before_commit"
     PLAYED_BEYOND_COMMITTED = "played_beyond_committed"
     TRIMMED_UNPLAYED = "trimmed_unplayed"
@@ -37,9 +40,18 @@ class Rule(StrEnum):
 
 
 LOSSES = frozenset(
-    {Rule.ACKNOWLEDGED_INPUT_LOST, Rule.EVENT_MISSING, Rule.AUDIO_MISSING, Rule.LEDGER_UNREADABLE}
+    {
+        Rule.ACKNOWLEDGED_INPUT_LOST,
+        Rule.EVENT_MISSING,
+        Rule.AUDIO_MISSING,
+        Rule.UNIT_NOT_SAID,
+        Rule.CONFIRMED_WRITE_GONE,
+        Rule.LEDGER_UNREADABLE,
+    }
 )
-DUPLICATES = frozenset({Rule.SEQUENCE_REUSED, Rule.EVENT_REPEATED, Rule.AUDIO_REPEATED})
+DUPLICATES = frozenset(
+    {Rule.SEQUENCE_REUSED, Rule.EVENT_REPEATED, Rule.AUDIO_REPEATED, Rule.UNIT_SAID_TWICE}
+)
 
 
 class Violation(msgspec.Struct, frozen=True):

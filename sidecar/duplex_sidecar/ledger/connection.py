@@ -25,7 +25,12 @@ from duplex_api.ledger_address import BAD_ADDRESS
 from duplex_sidecar.ledger import scripts
 from duplex_sidecar.ledger.call import Argument, PendingCall, ScriptName
 from duplex_sidecar.ledger.cancelling import raise_if_cancelled
-from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable, LedgerUnsuitable
+from duplex_sidecar.ledger.errors import (
+    LedgerError,
+    LedgerUnavailable,
+    LedgerUnsuitable,
+    ServerFull,
+)
 from duplex_sidecar.ledger.failures import Action, action_of, refusal, untrusted, words_of
 from duplex_sidecar.ledger.nodes import Node, Nodes, OneServer, key_of, make_nodes
 from duplex_sidecar.ledger.server import (
@@ -171,11 +176,14 @@ class Connection:
                 action = action_of(error)
                 if action in (Action.FIND_PRIMARY, Action.RESOLVE):
                     await self._find_again(action)
-                if action is not Action.RESOLVE:
-                    raise self._refusal(call.session, error, call.keys[0]) from error
-                if attempt == 2:
+                if action is Action.RESOLVE and attempt == 1:
+                    continue
+                refused = self._refusal(call.session, error, call.keys[0])
+                if attempt == 2 and isinstance(refused, (LedgerUnavailable, ServerFull)):
+                    # It is of the repeat: what was sent before may have been executed.
                     reason = f"no answer to {call.script}: {words_of(error)}"
                     raise LedgerUnavailable(call.session, reason, pending=call) from error
+                raise refused from error
         raise AssertionError("unreachable")
 
     async def repeat_for_all_replicas(self, call: PendingCall) -> None:
@@ -232,8 +240,9 @@ class Connection:
         return cast(Reply, answer)
 
     async def _send(self, packed: bytes, node: Node, answers: int = 1) -> list[Any]:
-        """Packed commands, of which the first one decides where they belong. Raises the first error
-        that the server answers, once all answers are there."""
+        """Packed commands, of which the first one decides where they belong. Raises the error that
+        the server answers, once all answers are there; behind a first one that was executed it only
+        says that nobody knows who has it (a primary that is demoted ends the wait so)."""
         found = await self._exchange(packed, node, answers)
         for _ in range(_REDIRECTS):
             pointer = found[0]
@@ -244,9 +253,11 @@ class Connection:
                 found = await self._exchange(packed, there, answers)
             else:
                 found = (await self._exchange(_ASKING + packed, there, answers + 1))[1:]
-        for answer in found:
+        if isinstance(found[0], Exception):
+            raise found[0]
+        for answer in found[1:]:
             if isinstance(answer, Exception):
-                raise answer
+                raise _NotReplicated(words_of(answer)) from answer
         return found
 
     async def _exchange(self, packed: bytes, node: Node, answers: int) -> list[Any]:

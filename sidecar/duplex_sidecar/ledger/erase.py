@@ -13,7 +13,7 @@ from typing import cast
 from duplex_sidecar.ledger.answers import judge
 from duplex_sidecar.ledger.call import PendingCall, ScriptName
 from duplex_sidecar.ledger.connection import Connection
-from duplex_sidecar.ledger.errors import LedgerUnavailable
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerUnavailable
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.session_view import Phase
@@ -43,6 +43,9 @@ async def unfinished_erasures(connection: Connection, reader: LedgerReader) -> A
     """Sessions whose erasure was begun and not confirmed: whoever asked for it has ended before."""
     async for session in reader.sessions():
         command = ("HMGET", session_keys(session).meta, "phase", "confirmed")
-        phase, confirmed = cast("list[bytes | None]", await connection.read(session, command))
+        try:
+            phase, confirmed = cast("list[bytes | None]", await connection.read(session, command))
+        except LedgerCorrupt:
+            continue  # something else has that name
         if phase == Phase.ERASED.encode() and confirmed == b"0":
             yield session

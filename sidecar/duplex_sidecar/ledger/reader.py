@@ -184,7 +184,7 @@ class LedgerReader:
             media=media,
             marks=decode_marks(session, cast("list[bytes]", snapshot[3])),
             voice_state=state.get(b"voice"),
-            voice_unit=int(state.get(b"voice_unit", b"0")),
+            voice_unit=_voice_unit(session, state.get(b"voice_unit", b"0")),
         )
 
     async def _media(
@@ -242,6 +242,9 @@ def read_chain(
     if last_hash != meta.head.hash:
         raise LedgerCorrupt(session, f"entry {meta.head.index}", "differs from its recorded hash")
     check_order(session, entries)
+    for name, floor in (("window", meta.window_floor), ("pcm", meta.pcm_floor)):
+        if floor > meta.head.committed_seq + 1:
+            raise LedgerCorrupt(session, "meta", f"{name} floor {floor} lies behind the last unit")
     return first, entries
 
 
@@ -285,6 +288,13 @@ def _committed_state(
     if state is None or sha256(state) != expected:
         raise LedgerCorrupt(session, "state", "missing or different from its record")
     return state
+
+
+def _voice_unit(session: str, stored: bytes) -> int:
+    try:
+        return int(stored)
+    except ValueError as error:
+        raise LedgerCorrupt(session, "voice state", f"unreadable unit: {error}") from error
 
 
 def _accepted_state(

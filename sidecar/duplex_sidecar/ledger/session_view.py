@@ -131,10 +131,10 @@ class LoadedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_meta(session: str, stored: Mapping[bytes, bytes]) -> SessionMeta:
     """Raises `LedgerCorrupt` naming the meta key. A tombstone has a phase and nothing else."""
-    fields = {name.decode(): value.decode() for name, value in stored.items()}
-    if fields.get("phase") == Phase.ERASED:
-        fields = {**_EMPTY, "phase": Phase.ERASED}
     try:
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        if fields.get("phase") == Phase.ERASED:
+            fields = {**_EMPTY, "phase": Phase.ERASED}
         return SessionMeta(
             phase=Phase(fields["phase"]),
             reason=fields["reason"],

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from duplex_sidecar.ledger.errors import LedgerCorrupt
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.session_view import Phase, SessionMeta
 
@@ -29,10 +30,19 @@ def ownerless(session: str, meta: SessionMeta, now_ms: int, min_idle_ms: int) ->
 
 async def find_ownerless(reader: LedgerReader, min_idle_ms: int) -> AsyncIterator[Ownerless]:
     """All of them, in no order. One whose meta cannot be read is left out: see `ledger verify`.
-    Raises `LedgerUnavailable`, `LedgerCorrupt`."""
-    now_ms = await reader.server_time_ms()
+    Raises `LedgerUnavailable`."""
     async for session in reader.sessions():
-        meta = await reader.meta(session)
-        found = ownerless(session, meta, now_ms, min_idle_ms) if meta is not None else None
+        found = await still_ownerless(reader, session, min_idle_ms)
         if found is not None:
             yield found
+
+
+async def still_ownerless(reader: LedgerReader, session: str, min_idle_ms: int) -> Ownerless | None:
+    """The same of one session, now: between a look and an erasure somebody may have taken it up."""
+    try:
+        meta = await reader.meta(session)
+    except LedgerCorrupt:
+        return None
+    if meta is None:
+        return None
+    return ownerless(session, meta, await reader.server_time_ms(), min_idle_ms)

@@ -33,8 +33,8 @@ def match(token: str, current_sha256: str, offered_sha256: str) -> TokenMatch:
 
 def match_sha256(given: str, current_sha256: str, offered_sha256: str) -> TokenMatch:
     """The same for one that is known by its hash alone."""
-    offered = hmac.compare_digest(given, offered_sha256)
-    current = hmac.compare_digest(given, current_sha256)
+    offered = hmac.compare_digest(given.encode(), offered_sha256.encode())
+    current = hmac.compare_digest(given.encode(), current_sha256.encode())
     if current:
         return TokenMatch.CURRENT
     return TokenMatch.OFFERED if offered else TokenMatch.NONE

@@ -12,6 +12,7 @@ from duplex_api.window import ResolvedWindow, WindowMode
 from duplex_sidecar.framing.units import UnitFramer
 from duplex_sidecar.ledger.call import Head
 from duplex_sidecar.ledger.client_record import ClientRecord
+from duplex_sidecar.ledger.errors import LedgerCorrupt
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.records import Opening, OpeningDraft
 from duplex_sidecar.ledger.recovery import Resume
@@ -159,7 +160,7 @@ def assemble_recovered(
     before = accepted[-1].traceparent if accepted else loaded.opening.traceparent
     trace = shared.tracing.session(loaded.session, before, SegmentReason.RESUMED)
     conversation = decode_conversation(loaded.state)
-    speech = first_speech() if loaded.voice_state is None else decode_speech(loaded.voice_state)
+    speech = _speech_of(loaded)
     sounded = sounded_of(loaded.marks, speech.turn) if speech.turn_open else NOTHING_SOUNDED
     blob = loaded.reference_rows
     retained = RetainedUnits(decode_reference(blob[0]) if blob else None)
@@ -181,6 +182,15 @@ def assemble_recovered(
     return _actor(
         shared, loaded.opening, parts, conversation, speech, open_unit, recover, age_s=age_s
     )
+
+
+def _speech_of(loaded: LoadedSession) -> Speech:
+    if loaded.voice_state is None:
+        return first_speech()
+    try:
+        return decode_speech(loaded.voice_state)
+    except msgspec.MsgspecError as error:
+        raise LedgerCorrupt(loaded.session, "voice state", str(error)) from error
 
 
 async def _recover(

@@ -111,7 +111,8 @@ class CommandDesk:
         if numbered is None or self._record.judge(numbered) is Turnout.FORGOTTEN:
             return False
         waiting = max((one.client_sequence or 0 for one in self._waiting), default=0)
-        if is_new(self._record, numbered) and numbered.number <= waiting:
+        again = any(applied_as(one) == numbered for one in self._waiting)
+        if is_new(self._record, numbered) and numbered.number <= waiting and not again:
             detail = f"{waiting} came before {numbered.number}"
             raise ClientError(ErrorCode.OUT_OF_ORDER_EVENT, detail, "client_sequence")
         self._require_room()

@@ -28,6 +28,8 @@ from duplex_sidecar.history.observations import (
     encode_lines,
 )
 from duplex_sidecar.history.verdict import Minimums, Rule
+from duplex_sidecar.ledger import records
+from duplex_sidecar.ledger.export import Line
 from duplex_sidecar.window.state import WindowState
 
 pytestmark = pytest.mark.unit
@@ -102,7 +104,7 @@ def test_an_acknowledged_unit_that_is_not_in_the_ledger() -> None:
     history = made_history()
     end = next(one for one in history if isinstance(one, LedgerEnd))
     short = changed(history, LedgerEnd, lambda _: True, lines=end.lines[:-1])
-    assert rules_of(short) == {Rule.ACKNOWLEDGED_INPUT_LOST}
+    assert rules_of(short) == {Rule.ACKNOWLEDGED_INPUT_LOST, Rule.CONFIRMED_WRITE_GONE}
     other = Acknowledged(1, 0, SAMPLES + 1)
     moved = changed(history, Frame, lambda one: one.acknowledged is not None, acknowledged=other)
     assert rules_of(moved) == {Rule.ACKNOWLEDGED_INPUT_LOST}
@@ -129,13 +131,38 @@ def test_a_ledger_that_cannot_be_read() -> None:
     assert Rule.LEDGER_UNREADABLE in rules_of(none)
 
 
+def test_confirmed_writes_that_are_gone_at_the_end() -> None:
+    """The server forgot its newest ones and nobody said so; the client was told of them."""
+    history = made_history()
+    end = next(one for one in history if isinstance(one, LedgerEnd))
+    short = changed(history, LedgerEnd, lambda _: True, events_last=6)
+    assert rules_of(short) == {Rule.CONFIRMED_WRITE_GONE}
+    last = msgspec.json.decode(end.lines[-1], type=Line)
+    open_unit = structs.replace(
+        last,
+        committed=False,
+        records=last.records[:1],
+        index=last.index - 1,
+        hash=records.sha256(last.records[0].encode()),
+        token_ids=(),
+    )
+    lines = (*end.lines[:-1], msgspec.json.encode(open_unit).decode())
+    unanswered = changed(history, LedgerEnd, lambda _: True, lines=lines)
+    assert Rule.CONFIRMED_WRITE_GONE in rules_of(unanswered)
+    assert check_history(unanswered).lost == 1
+    at_ns = command(history, "commit", 4).executed_ns
+    assert at_ns is not None
+    restored = Happening(at_ns=at_ns + 1_000_000_000, what=RESTORED, whom="")
+    assert Rule.CONFIRMED_WRITE_GONE not in rules_of([*unanswered, restored])
+
+
 def test_two_writes_on_one_entry() -> None:
     history = made_history()
     first = command(history, "accept")
     assert isinstance(first.write, ChainWrite)
     write = structs.replace(first.write, hash="another")
     again = structs.replace(first, write=write, operation="another")
-    assert rules_of([*history, again]) == {Rule.CHAIN_FORKED}
+    assert rules_of([*history, again]) == {Rule.CHAIN_FORKED, Rule.CONFIRMED_WRITE_GONE}
     stray = changed(history, Command, named("accept"), write=structs.replace(write, prev_hash="?"))
     assert Rule.CHAIN_FORKED in rules_of(stray)
 
@@ -249,7 +276,8 @@ def test_events_that_are_missing_or_come_again() -> None:
     assert rules_of([*history, again]) == {Rule.EVENT_REPEATED}
 
 
-def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
+def told_to_synchronise() -> History:
+    """The client has not seen event 4, and is told at its second connection that it is gone."""
     history = [one for one in made_history() if not (isinstance(one, Frame) and event(4)(one))]
     resumed = next(one for one in history if isinstance(one, Frame) and one.resumes_after)
     history = changed(history, Frame, lambda one: one is resumed, resumes_after=3)
@@ -259,7 +287,27 @@ def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
     told = structs.replace(
         opened, type="session.resync_required", opened=None, oldest=5, at_ns=opened.at_ns + 1
     )
-    assert rules_of([*history, told]) == set()
+    place = history.index(opened) + 1
+    return [*history[:place], told, *history[place:]]
+
+
+def after_a_minute(history: History) -> History:
+    """The same, but that the second owner comes so much later: the journal has dropped it all."""
+    second = history.index(command(history, "acquire", 2))
+    return [*history[:second], *(later(one, 61_000_000_000) for one in history[second:])]
+
+
+def later(one: Observation, by_ns: int) -> Observation:
+    if isinstance(one, Frame):
+        return structs.replace(one, at_ns=one.at_ns + by_ns)
+    if isinstance(one, Command):
+        names = ("seen_ns", "executed_ns", "replied_ns")
+        return structs.replace(one, **{name: getattr(one, name) + by_ns for name in names})
+    return one
+
+
+def test_a_client_that_is_told_to_synchronise_is_owed_nothing_older() -> None:
+    assert rules_of(after_a_minute(told_to_synchronise())) == set()
 
 
 def test_samples_that_are_missing_or_come_again() -> None:
@@ -268,6 +316,24 @@ def test_samples_that_are_missing_or_come_again() -> None:
     assert Rule.AUDIO_REPEATED in rules_of(with_event(history, 3, from_sample=500))
     assert Rule.AUDIO_MISSING in rules_of(with_event(history, 8, turn_samples=2_401))
     assert Rule.AUDIO_REPEATED in rules_of(with_event(history, 8, turn_samples=2_399))
+
+
+def test_a_unit_that_is_said_again_behind_itself() -> None:
+    """Its samples go on, its epoch is a new one, each number is sent once: only the unit tells."""
+    history = made_history(said=(1, 2, 2, 3, 4))
+    assert rules_of(history) == {Rule.UNIT_SAID_TWICE}
+    assert check_history(history).duplicated == 2
+
+
+def test_a_unit_that_is_never_said() -> None:
+    history = made_history(said=(1, 3, 4))
+    assert rules_of(history) == {Rule.UNIT_NOT_SAID}
+    assert check_history(history).lost == 1
+    assert rules_of(made_history(said=(1, 2, 3))) == set()  # the last one is on its way
+
+
+def test_events_that_are_said_to_be_gone_and_are_not() -> None:
+    assert rules_of(told_to_synchronise()) == {Rule.EVENT_MISSING}
 
 
 def test_epochs_and_chunks_out_of_order() -> None:

@@ -16,11 +16,17 @@ if meta.nonce == ARGV[1] then
   return { 'ok', meta.fence, meta.era, redis.call('HGET', KEYS[1], 'woken') or '0' }
 end
 local now, era, fence = now_ms(), server_era(), tonumber(meta.fence)
+local lease_ms = tonumber(ARGV[3])
 local left = tonumber(meta['until']) - now
 local again = meta.nonce ~= '' and meta.replica == ARGV[2] and meta.fence == ARGV[4]
   and meta.era == era
 if ARGV[4] ~= '' and tonumber(ARGV[4]) <= fence and not again then
   return { 'stale', meta.fence }
+end
+if meta.nonce ~= '' and left > lease_ms and not again then
+  -- The server's clock went back: an owner that is there renews, no other lease lasts so long.
+  left = lease_ms
+  redis.call('HSET', KEYS[1], 'until', text(now + left))
 end
 if meta.nonce ~= '' and left > 0 and not again then
   return { 'held', meta.replica, text(left) }
@@ -30,8 +36,8 @@ if meta.era ~= era and meta.era ~= '' then  -- an imported session has had no ow
   -- This server may have missed a later owner (failover to a stale replica): give that owner one
   -- lease time to be refused, and step over any fence it can have had.
   local settle = redis.call('HMGET', KEYS[1], 'settle_era', 'settle_until')
-  if settle[1] ~= era then
-    redis.call('HSET', KEYS[1], 'settle_era', era, 'settle_until', text(now + tonumber(ARGV[3])))
+  if settle[1] ~= era or tonumber(settle[2]) > now + lease_ms then
+    redis.call('HSET', KEYS[1], 'settle_era', era, 'settle_until', text(now + lease_ms))
     return { 'settling', ARGV[3] }
   end
   if tonumber(settle[2]) > now then

@@ -1,8 +1,13 @@
 -- What a client says that is no part of the conversation: its numbers, and how much it has played.
 -- What it has played need not be sent again: those events leave the journal. Nothing counts as
--- played that has not sounded. Sent again it does the same.
+-- played that has not sounded. Sent again it does the same; where it comes late, behind newer
+-- numbers (its repeat was there first), these stand.
 -- KEYS meta events events_order
 -- ARGV fence nonce client_applied ("" = as it is) turn ("" = nothing played) samples through_event
+local function newest(applied)
+  return tonumber(string.match(applied or '', '(%d+):[^ ]*$') or '0')
+end
+
 local meta = read_meta()
 local refusal = refuse_others(meta)
 if refusal then
@@ -18,7 +23,8 @@ if turn then
     return { 'events', values[6], 'more is played than has sounded' }
   end
 end
-if ARGV[3] ~= '' then
+local known = redis.call('HGET', KEYS[1], 'client_applied')
+if ARGV[3] ~= '' and newest(ARGV[3]) >= newest(known or '') then
   redis.call('HSET', KEYS[1], 'client_applied', ARGV[3])
 end
 if turn then
