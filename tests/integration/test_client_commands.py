@@ -439,8 +439,13 @@ async def test_what_is_played_is_known_and_leaves_the_journal(
     assert [e.played_samples for e in acknowledged] == [through - 1, through]
     meta = (await here.ledger.load("played")).meta
     assert (meta.played_turn, meta.played_samples) == (first.turn, through)
+    heard = next(event.sequence for event in caller.sequenced if event.body is first)
+    missed = await here.ledger.events_after("played", heard)
+    assert not missed.resync_required, "what comes behind the sound may not have come yet"
+    await caller.ask(AcknowledgePlayback(first.turn, through + 1, client_sequence=2))
+    meta = (await here.ledger.load("played")).meta
     assert meta.events_first == done + 1
-    too_much = await caller.ask(AcknowledgePlayback(first.turn, 10**9, client_sequence=2))
+    too_much = await caller.ask(AcknowledgePlayback(first.turn, 10**9, client_sequence=3))
     assert isinstance(too_much, Failure)
     assert too_much.code is ErrorCode.PLAYBACK_ITEM_MISMATCH
     unheard = await caller.ask(TruncateReply(first.turn, 0, client_sequence=3))
