@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from redis import exceptions
-from redis._parsers.base import BaseParser
 from support.ledger_kit import accept_draft, opening_draft, state_after, unit_media
 from support.valkeys import SLOTS, ValkeyProcess, primary_and_replica, wait_until
 
@@ -18,7 +17,6 @@ from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LedgerUnavailable
-from duplex_sidecar.ledger.failures import Action, action_of
 from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
@@ -67,10 +65,6 @@ async def test_a_demoted_primary_leaves_the_outcome_unknown(
         await ledger.close()
 
 
-PASSES = [
-    "ERR max number of clients + cluster connections reached",
-    "ERR Error running script (call to f_1): Script killed by user with SCRIPT KILL.",
-]
 REFUSALS = [
     exceptions.BusyLoadingError("the dataset is loaded"),
     exceptions.ReadOnlyError("of a replica"),
@@ -140,8 +134,3 @@ async def test_a_cluster_node_without_room_for_connections_costs_no_lease(tmp_pa
                 await ledger.close()
     finally:
         node.kill()
-
-
-@pytest.mark.parametrize("words", PASSES)
-def test_refusals_that_pass_though_their_code_says_nothing(words: str) -> None:
-    assert action_of(BaseParser.parse_error(words)) is Action.LATER

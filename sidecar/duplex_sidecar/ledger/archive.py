@@ -21,8 +21,8 @@ _HASH_CHARACTERS = 64
 _FRESH = {
     "fence": "0", "nonce": "", "replica": "", "address": "", "until": "0", "era": "",
     "settle_era": "", "settle_until": "0", "op": "", "create_op": "", "events_op": "",
-    "released": "", "replaced": "", "woken": "0", "respeak_op": "", "respeak_seq": "", "respeak_count": "0",
-    "token_offered": "",
+    "released": "", "woken": "0", "respeak_op": "", "respeak_seq": "", "respeak_count": "0",
+    "replaced": "", "token_offered": "",
 }  # fmt: skip
 """Fields of a session that nobody has run here yet."""
 
