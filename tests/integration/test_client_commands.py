@@ -8,18 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.client_calls import Cut
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.lease import Lease
 from duplex_sidecar.ledger.records import Cancelled, Truncated
 from duplex_sidecar.protocol.commands import (
     AcknowledgePlayback,
     AudioEncoding,
     CancelReply,
+    Heartbeat,
     SetInputFormat,
     TruncateReply,
 )
 from duplex_sidecar.protocol.errors import ErrorCode
 from duplex_sidecar.protocol.events import (
     CLOSING_STEPS,
+    Alive,
     Audio,
     Closed,
     CommandApplied,
@@ -29,6 +34,8 @@ from duplex_sidecar.protocol.events import (
     InputFormatSet,
     PlaybackAcknowledged,
     ResyncRequired,
+    Sequenced,
+    SessionOpened,
     TurnMark,
     TurnTruncated,
     UnitDone,
@@ -55,6 +62,7 @@ from session_kit import (
     check_prompts,
     check_stage2,
     claim,
+    eventually,
     replica,
     tokens,
 )
@@ -365,6 +373,51 @@ async def test_a_format_that_waits_for_a_units_end_is_said_again_over_another_co
     assert (await here.ledger.load("format-waits")).meta.client.last == 1
 
 
+async def test_who_dials_between_two_commands_is_told_of_the_first_ones_events(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers that a new client counts on from are those that were given, also by commands that
+    are carried out together with one that is under way yet."""
+    await here.open("between", Terms("context"))
+    caller = Caller("between")
+    await caller.dial(here)
+    last = await in_mid_reply(caller)
+    turn = sounds(caller)[-1].turn
+    goes_on, feed, cut = asyncio.Event(), here.stages.thinker.feed, here.ledger.cut
+    cuts_go_on, cuts_begun = asyncio.Event(), list[int]()
+
+    async def slow(request: ThinkerFeed) -> ThinkerAnswer:
+        await goes_on.wait()
+        return await feed(request)
+
+    async def slow_cut(lease: Lease, head: Head, what: Cut) -> Head:
+        cuts_begun.append(1)
+        if len(cuts_begun) == 2:
+            await cuts_go_on.wait()
+        return await cut(lease, head, what)
+
+    monkeypatch.setattr(here.stages.thinker, "feed", slow)
+    monkeypatch.setattr(here.ledger, "cut", slow_cut)
+    await caller.say(last + 1)
+    await caller.until(lambda event: isinstance(event, InputAccepted))
+    assert caller.attachment is not None
+    await caller.attachment.submit(TruncateReply(turn, 100, None, 1))
+    await caller.attachment.submit(TruncateReply(turn, 0, None, 2))
+    await caller.attachment.submit(Heartbeat())
+    await caller.until(lambda event: isinstance(event, Alive))
+    goes_on.set()
+    await eventually(lambda: len(cuts_begun) == 2)
+    told = caller.last_sequence
+    while told < (await here.ledger.load("between")).meta.events_last:
+        event = await caller.next()
+        told = event.sequence if isinstance(event, Sequenced) else told
+    other = await here.registry.attach("between", TOKEN, None)
+    opened = await other.next_event()
+    cuts_go_on.set()
+    assert isinstance(opened, SessionOpened)
+    assert opened.last_sequence == told
+
+
 async def test_what_is_played_is_known_and_leaves_the_journal(
     here: Replica, there: Replica
 ) -> None:
@@ -386,8 +439,13 @@ async def test_what_is_played_is_known_and_leaves_the_journal(
     assert [e.played_samples for e in acknowledged] == [through - 1, through]
     meta = (await here.ledger.load("played")).meta
     assert (meta.played_turn, meta.played_samples) == (first.turn, through)
+    heard = next(event.sequence for event in caller.sequenced if event.body is first)
+    missed = await here.ledger.events_after("played", heard)
+    assert not missed.resync_required, "what comes behind the sound may not have come yet"
+    await caller.ask(AcknowledgePlayback(first.turn, through + 1, client_sequence=2))
+    meta = (await here.ledger.load("played")).meta
     assert meta.events_first == done + 1
-    too_much = await caller.ask(AcknowledgePlayback(first.turn, 10**9, client_sequence=2))
+    too_much = await caller.ask(AcknowledgePlayback(first.turn, 10**9, client_sequence=3))
     assert isinstance(too_much, Failure)
     assert too_much.code is ErrorCode.PLAYBACK_ITEM_MISMATCH
     unheard = await caller.ask(TruncateReply(first.turn, 0, client_sequence=3))

@@ -383,6 +383,18 @@ async def test_a_lease_lasts_no_longer_because_the_servers_clock_went_back(
     assert int(await raw.hget(meta, "settle_until") or 0) < ahead_ms - 3_500_000
 
 
+async def test_an_acquisition_that_comes_behind_the_one_that_replaced_it_takes_nothing(
+    ledger: Ledger, session: str
+) -> None:
+    writer = await Writer.create(ledger, session)
+    await ledger.release(writer.lease)
+    await ledger.acquire(session, "replica-b", fence=50, nonce="given up")
+    lease = await ledger.acquire(session, "replica-b", fence=50, nonce="the second")
+    with pytest.raises(StaleFence):
+        await ledger.acquire(session, "replica-b", fence=50, nonce="given up")
+    await ledger.renew(lease)
+
+
 async def test_numbers_of_commands_that_come_late_do_not_undo_newer_ones(
     ledger: Ledger, session: str
 ) -> None:

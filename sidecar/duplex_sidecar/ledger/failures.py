@@ -5,6 +5,8 @@
 | time-out, lost connection | unknown | sent again under its operation id, then told as pending |
 | NOSCRIPT | no | the script is loaded and sent again at once |
 | LOADING, BUSY, MASTERDOWN, TRYAGAIN, CLUSTERDOWN, MISCONF, NOREPLICAS | no | later |
+| no room for connections, a script that somebody killed | no | later |
+| an error behind the script (a demoted primary ends `WAIT`) | yes | as no answer: unconfirmed |
 | READONLY | no | the connections are dropped, so that the primary is looked for again; later |
 | OOM | no | `ServerFull`: an owner waits and keeps its lease, a new session is refused |
 | MOVED, ASK | no | sent where they point; refused where the address is of one node alone |
@@ -49,6 +51,8 @@ ACTIONS = {
     "CLUSTERDOWN": Action.LATER,
     "MISCONF": Action.LATER,
     "NOREPLICAS": Action.LATER,
+    "MAXCLIENTS": Action.LATER,
+    "KILLED": Action.LATER,
     "READONLY": Action.FIND_PRIMARY,
     "OOM": Action.MAKE_ROOM,
     "MOVED": Action.WRONG_ADDRESS,
@@ -80,12 +84,24 @@ NO_OUTCOME = (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutError,
 """After these a command may or may not have been executed, if the server did not say why."""
 
 
+_WORDS = {
+    "max number of clients": "MAXCLIENTS",
+    "Script killed by user": "KILLED",
+}
+"""Errors of the plain code ERR that pass, by what is in their text. A script that has written is
+never killed."""
+
+
 def code_of(error: BaseException) -> str:
     """The server's word for it, "" for an error that is not the server's."""
     for kind, code in _CLASSES:
         if isinstance(error, kind):
             return code
-    return str(error).split(" ", 1)[0] if isinstance(error, exceptions.ResponseError) else ""
+    if not isinstance(error, exceptions.ResponseError):
+        return ""
+    text = str(error)
+    known = next((code for words, code in _WORDS.items() if words in text), None)
+    return known or text.split(" ", 1)[0]
 
 
 def action_of(error: BaseException) -> Action:

@@ -124,6 +124,8 @@ class SessionActor:
         """They were let before a unit that waits."""
         self._closing = False
         self._accepted_sample = 0
+        self._told_sequence = speech.last_sequence
+        """Of the newest event; ahead of `_speech` while the work that gave it goes on."""
         self._asked_to_end: Ending | None = None
         self._told_to_go = asyncio.Event()
         self._park_wishes: dict[ParkReason, float] = {}
@@ -187,8 +189,10 @@ class SessionActor:
         ones). on_message: as in `ClientAttachment`. Raises ClientError when the session is over."""
         self._require_running()
 
+        before = self._told_sequence  # what comes from here on, it gets
+
         def greeting(outbox: Outbox, number: int) -> Coroutine[None, None, None]:
-            return self._greet(outbox, number, last_sequence)
+            return self._greet(outbox, number, last_sequence, before)
 
         number, outbox = self._clients.attach(greeting)
         self._desk.new_client()
@@ -261,8 +265,10 @@ class SessionActor:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
         if isinstance(event, InputAccepted):
             self._accepted_sample = event.to_sample
-        if isinstance(event, Sequenced) and self.attached:
-            self.quality.saw(event, self._clock_s())
+        if isinstance(event, Sequenced):
+            self._told_sequence = event.sequence
+            if self.attached:
+                self.quality.saw(event, self._clock_s())
         self._clients.publish(event)
 
     def _require_running(self) -> None:
@@ -431,7 +437,9 @@ class SessionActor:
 
     # --- attachments ------------------------------------------------------------------------------
 
-    async def _greet(self, outbox: Outbox, attachment: int, last_sequence: int | None) -> None:
+    async def _greet(
+        self, outbox: Outbox, attachment: int, last_sequence: int | None, before: int
+    ) -> None:
         await self._recovered.wait()
         opened = SessionOpened(
             session=self.session,
@@ -442,7 +450,7 @@ class SessionActor:
                 self._accepted_sample, self._conversation.framing.received_samples
             ),
             received_sample=self._desk.received_samples,
-            last_sequence=self._speech.last_sequence,
+            last_sequence=before if last_sequence is None else self._told_sequence,
             window_mode=self._mode,
             input_rate_hz=self._desk.rate_hz,
             client_sequence=self._commands.last_applied,

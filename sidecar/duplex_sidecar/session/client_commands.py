@@ -189,7 +189,9 @@ class CommandDesk:
             if numbered is not None:
                 answers.append(CommandApplied(numbered.number, command.event_id))
         if (record, played) != (self._record, self._played):
-            heard = [s.sequence for s in speech.sent if (s.turn, s.to_samples) <= played]
+            # Of a unit that is just played the last events may be on their way: they come behind
+            # its sound. Who plays what comes later has them.
+            heard = [s.sequence for s in speech.sent if (s.turn, s.to_samples) < played]
             stored = "" if record is self._record else encode_client_record(record)
             newest = Played(*played, through_event=max(heard, default=0))
             await self._durable.client_said(stored, newest)

@@ -34,6 +34,8 @@ AS_SENT = {
     "CLUSTERDOWN": "The cluster is down",
     "MISCONF": "Errors writing to the AOF file: No space left on device",
     "NOREPLICAS": "Not enough good replicas to write. script: 1, on @user_script:2.",
+    "MAXCLIENTS": "max number of clients + cluster connections reached",
+    "KILLED": "Error running script (call to f_1): Script killed by user with SCRIPT KILL.",
     "READONLY": "You can't write against a read only replica. script: 1, on @user_script:2.",
     "OOM": "command not allowed when used memory > 'maxmemory'. script: 1, on @user_script:2.",
     "MOVED": "3999 127.0.0.1:6381",
@@ -44,6 +46,8 @@ AS_SENT = {
     "NOPERM": "User x has no permissions to run the 'evalsha' command",
     "WRONGTYPE": "Operation against a key holding the wrong kind of value",
 }
+OWN_CODES = {"MAXCLIENTS", "KILLED"}
+"""The server calls them ERR."""
 SEEN = {
     Action.LOAD_SCRIPT: LedgerUnavailable,
     Action.LATER: LedgerUnavailable,
@@ -64,7 +68,7 @@ def as_parsed(line: str) -> Exception:
 
 @pytest.mark.parametrize("code", ACTIONS)
 def test_each_error_of_the_server_has_its_action(code: str) -> None:
-    error = as_parsed(f"{code} {AS_SENT[code]}")
+    error = as_parsed(f"{'ERR' if code in OWN_CODES else code} {AS_SENT[code]}")
     assert code_of(error) in (code, "NOAUTH" if code == "WRONGPASS" else code)
     assert action_of(error) is ACTIONS[code]
     seen = refusal("s", error, "duplex:{s}:meta")

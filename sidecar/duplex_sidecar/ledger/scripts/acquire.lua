@@ -20,6 +20,8 @@ local lease_ms = tonumber(ARGV[3])
 local left = tonumber(meta['until']) - now
 local again = meta.nonce ~= '' and meta.replica == ARGV[2] and meta.fence == ARGV[4]
   and meta.era == era
+-- A first call that comes behind the second one is nobody's any more.
+again = again and redis.call('HGET', KEYS[1], 'replaced') ~= ARGV[1]
 if ARGV[4] ~= '' and tonumber(ARGV[4]) <= fence and not again then
   return { 'stale', meta.fence }
 end
@@ -47,6 +49,9 @@ if meta.era ~= era and meta.era ~= '' then  -- an imported session has had no ow
 end
 -- A number that an operator issued is larger than any that a lost owner can have had.
 fence = ARGV[4] == '' and fence + step or tonumber(ARGV[4])
+if again then
+  redis.call('HSET', KEYS[1], 'replaced', meta.nonce)
+end
 local woken = meta.phase == 'parked' and '1' or '0'
 redis.call('HSET', KEYS[1], 'phase', 'open', 'reason', '', 'fence', text(fence), 'nonce', ARGV[1],
   'replica', ARGV[2], 'address', ARGV[5], 'woken', woken, 'until', text(now + tonumber(ARGV[3])),

@@ -1,5 +1,6 @@
 """A write that may have been executed stays one, whatever the server says of its repeat: its owner
-asks for it under the same operation id, also where the primary becomes a replica under it."""
+asks for it under the same operation id, also where the primary becomes a replica under it. What
+passes costs no lease, whatever the server calls it."""
 
 import asyncio
 import signal
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from redis import exceptions
 from support.ledger_kit import accept_draft, opening_draft, state_after, unit_media
-from support.valkeys import ValkeyProcess, primary_and_replica
+from support.valkeys import SLOTS, ValkeyProcess, primary_and_replica, wait_until
 
+from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.connection import Connection
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LedgerUnavailable
@@ -105,3 +107,30 @@ async def test_a_repeat_that_is_refused_for_now_leaves_the_first_one_unknown(
         assert (await ledger.load(session)).head == then
     finally:
         await ledger.close()
+
+
+async def test_a_cluster_node_without_room_for_connections_costs_no_lease(tmp_path: Path) -> None:
+    """It says so in other words than a server that is alone."""
+    bus = ("--cluster-port", str(free_port()))
+    node = ValkeyProcess(tmp_path / "node", "--cluster-enabled", "yes", *bus)
+    node.start()
+    try:
+        with node.client as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
+            wait_until(lambda: client.cluster("info")["cluster_state"] == "ok")
+            ledger = await Ledger.connect(node.url)
+            try:
+                await ledger.create(
+                    opening_draft("crowded"), replica="a", token_sha256="0", state=state_after(0)
+                )
+                lease = await ledger.acquire("crowded", "a")
+                client.config_set("maxclients", 1)
+                client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                with pytest.raises(LedgerUnavailable):
+                    await ledger.renew(lease)
+                client.config_set("maxclients", 100)
+                await ledger.renew(lease)
+            finally:
+                await ledger.close()
+    finally:
+        node.kill()
