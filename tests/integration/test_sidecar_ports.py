@@ -1,7 +1,10 @@
 """What strangers get at the sidecar's ports: not why it is not ready, and no socket for nothing."""
 
 import asyncio
+import gc
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +16,7 @@ from support.patience import PATIENCE_S
 from duplex_sidecar import app as sidecar_app
 from duplex_sidecar.app import Sidecar
 from duplex_sidecar.cli import serving
+from duplex_sidecar.doors.http import DoorHttp
 from duplex_sidecar.stages.supervisor import StageState
 
 pytestmark = pytest.mark.integration
@@ -84,13 +88,23 @@ async def test_why_it_is_not_ready_is_for_those_who_run_it(loopback: bool, told:
     assert answer.json() == {"ready": False, "waiting_for": told, "replica": "one"}
 
 
-async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.2)
+@asynccontextmanager
+async def serving_nothing() -> AsyncGenerator[tuple[str, int]]:
+    """An empty app behind the sidecar's own HTTP; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
     server = serving._Server(serving._config(FastAPI(), "off"))
     task = asyncio.create_task(server.serve([listener]))
     try:
+        yield listener.getsockname()
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.2)
+    async with serving_nothing() as address:
         for said in (b"", b"GET /livez HTTP/1.1\r\nHost: sidecar\r\n"):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(said)
@@ -98,7 +112,20 @@ async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.M
                 assert await reader.read() == b""
             writer.close()
             await writer.wait_closed()
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
+
+
+async def test_a_connection_that_is_closed_is_not_kept_until_its_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 3_600.0)
+    async with serving_nothing() as address:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: sidecar\r\nConnection: close\r\n\r\n")
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        async with asyncio.timeout(PATIENCE_S):
+            while any(type(kept) is DoorHttp for kept in gc.get_objects()):
+                await asyncio.sleep(0.05)
+                gc.collect()

@@ -15,7 +15,11 @@ class DoorHttp(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(REQUEST_TIMEOUT_S, self._close_idle)
+        self._idle = self.loop.call_later(REQUEST_TIMEOUT_S, self._close_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.cancel()  # it holds all of the connection
+        super().connection_lost(exc)
 
     def _close_idle(self) -> None:
         upgraded = self.transport.get_protocol() is not self
