@@ -17,12 +17,13 @@ from duplex_sidecar.history.verdict import Counts
 
 pytestmark = pytest.mark.unit
 CELL_UNITS = 36
+WARM_UP_CELLS = WARM_UP_UNITS // CELL_UNITS
 
 
 def life(cells: int, kib_a_unit: float = 0.0, *, step_kib: float = 9_000.0) -> Life:
-    """It takes its step while it warms up; noise of 300 KiB up and down."""
+    """cells: behind its warm-up, in which it takes its step; noise of 300 KiB up and down."""
     found = Life()
-    for cell in range(cells):
+    for cell in range(WARM_UP_CELLS + cells):
         units = CELL_UNITS * (cell + 1)
         warm = min(1.0, units / WARM_UP_UNITS)
         kib = 70_000 + step_kib * warm + kib_a_unit * units
@@ -39,7 +40,7 @@ def test_flat_processes_are_flat_whatever_they_took_at_first() -> None:
 def test_what_keeps_a_part_of_each_unit_is_found(who: str) -> None:
     grows = 3 * FLAT_KIB_A_UNIT
     sidecars = grows if who == "sidecars" else 0.0
-    lives = {f"real-{n}": life(n, sidecars) for n in range(2, 10)}
+    lives = {f"real-{n}": life(n, sidecars) for n in range(8)}
     lives[LEDGER] = life(40, grows if who == LEDGER else 0.0)
     faults = memory_faults(lives, JUDGED_FROM_MINUTES)
     assert [fault.partition(":")[0] for fault in faults] == [
@@ -48,14 +49,14 @@ def test_what_keeps_a_part_of_each_unit_is_found(who: str) -> None:
 
 
 def test_one_that_grows_among_others_is_found_when_it_lives_long() -> None:
-    lives = {f"real-{n}": life(9) for n in range(6)} | {LEDGER: life(40)}
-    lives["real-6"] = life(14, 5 * FLAT_KIB_A_UNIT)
+    lives = {f"real-{n}": life(7) for n in range(6)} | {LEDGER: life(40)}
+    lives["real-6"] = life(12, 5 * FLAT_KIB_A_UNIT)
     faults = memory_faults(lives, JUDGED_FROM_MINUTES)
     assert [fault.partition(":")[0] for fault in faults] == ["real-6"]
 
 
 def test_a_long_soak_in_which_nobody_was_judged_is_a_failure_and_a_short_one_is_not() -> None:
-    lives = {"real-1": life(3), "real-2": life(2), LEDGER: life(4)}
+    lives = {"real-1": life(1), "real-2": life(0), LEDGER: life(2)}
     assert pooled_slope(lives.values()) is None
     assert memory_faults(lives, JUDGED_FROM_MINUTES - 1) == []
     assert len(memory_faults(lives, JUDGED_FROM_MINUTES)) == 2
