@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from support.arena import Arena
 from support.ledgers import assert_input_is_whole, committed_units, tokens_of
+from support.processes import words_of
 from support.realtime import Heard, RealtimeClient, conversing
 from support.sidecars import get, survivors
 from support.talks import (
@@ -42,7 +43,7 @@ def victims_of(sidecar: LocalSidecar, names: tuple[str, ...]) -> list[psutil.Pro
         process = sidecar.stage_process(stage)
         assert process is not None, name
         if part:
-            cores = [c for c in process.children() if "EngineCore" in c.name() + c.cmdline()[0]]
+            cores = [c for c in process.children() if "EngineCore" in "".join(words_of(c)[:1])]
             assert len(cores) == 1, name
             found += cores
         else:

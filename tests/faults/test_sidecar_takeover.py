@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 from support.arena import Arena
 from support.ledgers import assert_input_is_whole, committed_units, tokens_of
 from support.material import speech
 from support.patience import PATIENCE_S, PATIENT
+from support.processes import words_of
 from support.realtime import Heard, RealtimeClient, joined, new_session
 from support.sidecars import survivors
 from support.standstill import Standstill
@@ -212,8 +212,7 @@ def count(sidecar: LocalSidecar, part: str) -> int:
     """Processes of the tree with that in their command line."""
     found = 0
     for process in sidecar.tree():
-        with contextlib.suppress(psutil.Error):
-            found += any(part in word for word in process.cmdline())
+        found += any(part in word for word in words_of(process))
     return found
 
 

@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 from support.material import manifest, speech
+from support.processes import words_of
 from support.realtime import conversing
 
 from duplex_sidecar.cli.places import default_cache_dir
@@ -57,8 +58,9 @@ def stage_processes(sidecar: LocalSidecar) -> dict[str, psutil.Process]:
     """By the stage's name."""
     found: dict[str, psutil.Process] = {}
     for process in sidecar.tree():
-        named = set(process.cmdline()) & set(STAGES)
-        if any(part.endswith("fake_stage_process.py") for part in process.cmdline()):
+        words = words_of(process)
+        named = set(words) & set(STAGES)
+        if any(part.endswith("fake_stage_process.py") for part in words):
             found[named.pop()] = process
     return found
 

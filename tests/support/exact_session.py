@@ -37,6 +37,7 @@ from support.exact_stages import (
     start_encoder,
 )
 from support.material import speech
+from support.processes import words_of
 
 from duplex_sidecar.admission.seats import SpareSeats
 from duplex_sidecar.ledger.store import Ledger
@@ -225,12 +226,12 @@ class Engine:
         (core,) = [
             child
             for child in psutil.Process().children(recursive=True)
-            if "EngineCore" in " ".join(child.cmdline()) and self._owns(child)
+            if "EngineCore" in " ".join(words_of(child)) and self._owns(child)
         ]
         os.kill(core.pid, signal.SIGKILL)
 
     def _owns(self, process: psutil.Process) -> bool:
-        return any(str(self.folder) in " ".join(p.cmdline()) for p in process.parents())
+        return any(str(self.folder) in " ".join(words_of(p)) for p in process.parents())
 
 
 @asynccontextmanager

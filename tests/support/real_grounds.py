@@ -18,6 +18,7 @@ from support.fault_table import Fault, Moment, hold_cell
 from support.histories import ledger_end
 from support.material import manifest, speech
 from support.observing import Observer
+from support.processes import words_of
 from support.resp_proxy import Plan, RespProxy
 from support.sidecars import Bed
 from support.socket_proxy import SocketProxy
@@ -310,10 +311,7 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    try:
-        return any("EngineCore" in word for word in (process.name(), *process.cmdline()))
-    except psutil.NoSuchProcess:
-        return False
+    return any("EngineCore" in word for word in words_of(process))
 
 
 async def undisturbed_tokens(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
