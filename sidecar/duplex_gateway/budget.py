@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 
 class Budget:
-    """Of a process. `held_bytes` never exceeds the limit by what `Account.fits` has agreed to."""
+    """Of a process. What `Account.fits` agrees to never comes to more than the limit."""
 
     def __init__(self, limit_bytes: int, most_calls: int) -> None:
         self.common_bytes = limit_bytes // 2
