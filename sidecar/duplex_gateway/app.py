@@ -9,6 +9,7 @@ from collections.abc import Generator
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse, Response
 
+from duplex_gateway.budget import Account, Budget
 from duplex_gateway.client_socket import ClientSocket
 from duplex_gateway.credentials import FailedAttempts
 from duplex_gateway.ending import SERVICE_RESTART, Ended
@@ -37,7 +38,9 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        budget = Budget(settings.max_held_bytes, settings.max_calls)
+        self.metrics = Metrics(lambda: budget.held_bytes)
+        self._budget = budget
         self._watch = LeaseWatch()
         self._directory: Directory | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -94,13 +97,14 @@ class Gateway:
             await websocket.accept(subprotocol=subprotocol)
         except (WebSocketDisconnect, RuntimeError):
             return
-        client = ClientSocket(websocket)
-        with self._connection(), log_context(session=session[:64]):
+        with self._connection() as account, log_context(session=session[:64]):
+            client = ClientSocket(websocket, account)
             try:
                 directory = self._admit(address)
                 await self._authenticate(directory, session, token, address)
                 last_sequence = await _resume_point(client) if resumes else None
-                ended = await self._hold_call(directory, client, session, token, last_sequence)
+                state = ResumeState(last_sequence, self._limits, account)
+                ended = await self._hold_call(directory, client, session, token, state)
             except Ended as refused:
                 ended = refused
             fields = {"end": ended.end, "code": ended.close_code, "reason": ended.reason}
@@ -114,14 +118,13 @@ class Gateway:
         client: ClientSocket,
         session: str,
         token: str,
-        last_sequence: int | None,
+        state: ResumeState,
     ) -> Ended:
         try:
             mark = await directory.claim_call(session, token)
         except LedgerError as error:
             raise _ledger_trouble(error) from None
         parts = CallParts(directory, self._watch, self.metrics, self.settings.queue_wait_s)
-        state = ResumeState(last_sequence, self._limits)
         call = Call(parts, client, session, token, state, mark)
         if self._draining:
             raise _shutting_down()
@@ -170,10 +173,11 @@ class Gateway:
             raise Ended.because(CallEnd.REFUSED, ErrorCode.SESSION_NOT_FOUND)
 
     @contextlib.contextmanager
-    def _connection(self) -> Generator[None]:
+    def _connection(self) -> Generator[Account]:
         self._connections += 1
         try:
-            yield
+            with self._budget.account() as account:
+                yield account
         finally:
             self._connections -= 1
 

@@ -5,12 +5,15 @@ import contextlib
 
 from fastapi import WebSocket, WebSocketDisconnect
 
+from duplex_gateway.budget import Account
 from duplex_gateway.ending import Ended
 from duplex_gateway.metrics import CallEnd
 from duplex_gateway.wire import Message
 from duplex_sidecar.protocol.errors import ErrorCode
 
 SEND_TIMEOUT_S = 10.0
+SHORT_SEND_TIMEOUT_S = 1.0
+"""Where all calls together hold as much as they may: one that reads takes a message at once."""
 FAREWELL_TIMEOUT_S = 2.0
 """For what tells why a connection is closed; a client that does not read does without."""
 
@@ -18,8 +21,9 @@ FAREWELL_TIMEOUT_S = 2.0
 class ClientSocket:
     """An accepted connection."""
 
-    def __init__(self, websocket: WebSocket) -> None:
+    def __init__(self, websocket: WebSocket, account: Account) -> None:
         self._websocket = websocket
+        self._account = account
 
     async def receive(self) -> Message:
         """The next message, text or binary. Raises Ended."""
@@ -31,9 +35,11 @@ class ClientSocket:
 
     async def send(self, message: bytes) -> None:
         """Raises Ended: the client is gone, or does not read."""
+        fits = self._account.fits(len(message))
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._websocket.send_text(message.decode())
+            with self._account.holding(len(message)):
+                async with asyncio.timeout(SEND_TIMEOUT_S if fits else SHORT_SEND_TIMEOUT_S):
+                    await self._websocket.send_text(message.decode())
         except TimeoutError:
             raise Ended.because(CallEnd.SLOW_CLIENT, ErrorCode.SLOW_CONSUMER) from None
         except (WebSocketDisconnect, RuntimeError):  # starlette: the socket is closed already

@@ -29,12 +29,14 @@ class Room(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class HeldMessage:
-    """name: the event id under which the sidecar gets it. cut_from: position of its first sample,
+    """name: the event id under which the sidecar gets it. memory_bytes: as it was taken; reading a
+    text can make it larger. cut_from: position of its first sample,
     where the owner has that sample already. answered: the client has the answer. applied: it was
     told, too, that the message's number is."""
 
     said: ClientMessage
     name: str | None
+    memory_bytes: int
     samples: int = 0
     cut_from: int | None = None
     answered: bool = False

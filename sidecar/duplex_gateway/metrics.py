@@ -1,5 +1,6 @@
 """Numbers of this gateway, as a Prometheus page. Labels are enums only."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
@@ -23,8 +24,15 @@ class CallEnd(StrEnum):
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, held_bytes: Callable[[], int]) -> None:
+        """held_bytes: asked for each page."""
         self._registry = CollectorRegistry()
+        held = Gauge(
+            "duplex_gateway_held_bytes",
+            "Input that is not durable and output that is not taken, of all calls",
+            registry=self._registry,
+        )
+        held.set_function(held_bytes)
         self._live = Gauge(
             "duplex_gateway_calls", "Calls that are held now", registry=self._registry
         )

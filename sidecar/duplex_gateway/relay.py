@@ -116,22 +116,26 @@ class Call:
             detail = f"an event without sound may have {MAX_CONTROL_BYTES} bytes"
             return error_event(ErrorCode.INVALID_EVENT, detail, said.event_id)
         if said.kind is Kind.HEARTBEAT:
-            free = not self._state.connected or self._state.room(sound=False) is not Room.NONE
+            room = self._state.room(sound=False, memory_bytes=said.memory_bytes)
+            free = not self._state.connected or room is not Room.NONE
         else:
-            free = await self._has_room(sound=said.kind in (Kind.APPEND, Kind.OTHER))
+            free = await self._has_room(said)
         return None if free else error_event(ErrorCode.INPUT_OVERFLOW, event_id=said.event_id)
 
-    async def _has_room(self, *, sound: bool) -> bool:
+    async def _has_room(self, said: ClientMessage) -> bool:
         """Waits for an acknowledgement that is due, or for the next owner, but not for ever."""
-        if self._state.room(sound=sound) is Room.SOON and not self._impatient:
+        state, size = self._state, said.memory_bytes
+        sound = said.kind in (Kind.APPEND, Kind.OTHER)
+        if state.room(sound=sound, memory_bytes=size) is Room.SOON and not self._impatient:
             try:
-                async with asyncio.timeout(ROOM_TIMEOUT_S):
-                    while self._state.room(sound=sound) is Room.SOON:
-                        self._room.clear()
-                        await self._room.wait()
+                with state.account.holding(size):
+                    async with asyncio.timeout(ROOM_TIMEOUT_S):
+                        while state.room(sound=sound) is Room.SOON:
+                            self._room.clear()
+                            await self._room.wait()
             except TimeoutError:
                 self._impatient = True
-        free = self._state.room(sound=sound) is Room.FREE
+        free = state.room(sound=sound, memory_bytes=size) is Room.FREE
         self._impatient = self._impatient and not free
         return free
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from duplex_gateway.budget import Account
 from duplex_gateway.held import HeldLimits, HeldMessage, Room
 from duplex_gateway.wire import (
     GATEWAY_ID_PREFIX,
@@ -61,9 +62,10 @@ class Verdict(msgspec.Struct, frozen=True):
 class ResumeState:
     """Of one client connection. Nothing here waits."""
 
-    def __init__(self, last_sequence: int | None, limits: HeldLimits) -> None:
+    def __init__(self, last_sequence: int | None, limits: HeldLimits, account: Account) -> None:
         """last_sequence: newest event that the client says it has seen; None: it wants those that
-        come from now on."""
+        come from now on. account: the call's, of what all calls keep together."""
+        self.account = account
         self._limits = limits
         self._last_sequence = last_sequence
         self._start_sequence = 0
@@ -122,9 +124,12 @@ class ResumeState:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def room(self, *, sound: bool = True) -> Room:
+    def room(self, *, sound: bool = True, memory_bytes: int = 0) -> Room:
         """Whether one more message may be taken. sound: it may carry audio, of which no more than
-        so many seconds wait; of the others only bytes and messages count."""
+        so many seconds wait; of the others only bytes and messages count. memory_bytes: that it
+        takes, of what all calls have together."""
+        if not self.account.fits(memory_bytes):
+            return Room.NONE
         limits = self._limits
         held_bytes = self._held_bytes - self._there_bytes
         audio_s = (self._held_samples - self._there_samples) / self._newest_format.rate_hz
@@ -141,7 +146,7 @@ class ResumeState:
         """A client's message, to be sent in its turn. Returns what answers it at once."""
         if said.kind is Kind.HEARTBEAT and not self.connected:
             return [heartbeat_ack(said.event_id)]
-        item = HeldMessage(said, self._name(said))
+        item = HeldMessage(said, self._name(said), said.memory_bytes)
         if said.kind is Kind.APPEND:
             item.samples = self._newest_format.samples(max(0, said.payload_bytes))
         elif said.format is not None:
@@ -149,6 +154,7 @@ class ResumeState:
         self._waiting.append(item)
         self._held_bytes += said.size_bytes
         self._held_samples += item.samples
+        self.account.change(item.memory_bytes)
         self._spoke_since_loss = True
         return []
 
@@ -187,7 +193,7 @@ class ResumeState:
         for item in [i for i in self._waiting if i.said.kind is Kind.HEARTBEAT]:
             acks.append(heartbeat_ack(item.said.event_id))
             self._waiting.remove(item)
-            self._held_bytes -= item.said.size_bytes
+            self._let_go(item)
         self._waiting = deque((*self._sent, *self._waiting))
         self._sent = deque()
         self._heartbeats.clear()
@@ -218,7 +224,7 @@ class ResumeState:
         if kind in (Kind.HEARTBEAT, Kind.OTHER, Kind.COMMAND) or (
             kind is Kind.COMMIT and not self._closes_anything()
         ):
-            self._held_bytes -= item.said.size_bytes
+            self._let_go(item)
             return item.message
         if kind in self._unanswered:
             self._unanswered[kind].append(item)
@@ -345,8 +351,7 @@ class ResumeState:
         if item is None:
             return None
         self._sent.remove(item)
-        self._held_bytes -= item.said.size_bytes
-        self._held_samples -= item.samples
+        self._let_go(item)
         if item in self._unanswered[Kind.FORMAT]:
             self._unanswered[Kind.FORMAT].remove(item)
             self._reckon_samples()
@@ -380,12 +385,16 @@ class ResumeState:
                 self._held_samples += item.samples
         self._newest_format = current
 
+    def _let_go(self, item: HeldMessage) -> None:
+        self._held_bytes -= item.said.size_bytes
+        self._held_samples -= item.samples
+        self.account.change(-item.memory_bytes)
+
     def _trim(self, durable_sample: int) -> None:
         """Let go of what is durable, and of what stands before it and has been answered."""
         while self._sent and self._is_done(self._sent[0], durable_sample):
             item = self._sent.popleft()
-            self._held_bytes -= item.said.size_bytes
-            self._held_samples -= item.samples
+            self._let_go(item)
             self._position = item.end(self._position) if item.has_samples else self._position
             if item.said.format is not None:
                 self._base, self._base_format = item, item.said.format

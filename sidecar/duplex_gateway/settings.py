@@ -10,6 +10,8 @@ import msgspec
 from duplex_api.ledger_address import parse_address
 
 PREFIX = "DUPLEX_"
+LEAST_HELD_BYTES = 64 * 1024 * 1024
+"""Half of it is what one call may keep."""
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace_s: float = 20.0
     """After SIGTERM calls go on for so long, then they are closed with 1012."""
     max_calls: int = 2_000
+    max_held_bytes: int = 512 * 1024 * 1024
+    """Of messages that are kept for all calls together. At most half of the process's memory."""
     queue_wait_s: float = 300.0
     """How long a call waits for a replica before it is told to come again."""
     failed_attempts: int = 20
@@ -50,6 +54,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_calls", "failed_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if self.max_held_bytes < LEAST_HELD_BYTES:
+            raise ValueError(f"max_held_bytes must be at least {LEAST_HELD_BYTES}")
         for name in ("drain_grace_s", "queue_wait_s", "failed_attempt_refill_s"):
             if not 0 <= getattr(self, name) < 86_400:
                 raise ValueError(f"{name} must be between 0 and 86400")

@@ -5,6 +5,7 @@ Messages pass as they are. Of a client's message it reads the type and how many 
 what an answer refers to.
 """
 
+import sys
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -36,6 +37,9 @@ Message = str | bytes
 GATEWAY_ID_PREFIX: Final = "duplex_gateway_"
 """Of the event ids under which input goes to the sidecar, so that a refusal names exactly one
 message, whatever ids the client uses. The client's own id is put back into the answer."""
+
+_OBJECTS_BYTES: Final = 512
+"""About what it takes to keep a message, besides its text."""
 
 MAX_COMMAND_BYTES: Final = 4096
 """A larger command is passed on once and not kept."""
@@ -92,6 +96,11 @@ class ClientMessage(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         return len(self.message)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What keeping it takes: one foreign character makes a text four times as large."""
+        return sys.getsizeof(self.message) + _OBJECTS_BYTES
 
 
 class _Head(msgspec.Struct):

@@ -54,7 +54,7 @@ def series() -> dict[str, set[str]]:
     metrics.ledger_call(names.LedgerCall.COMMIT, 0.4)
     metrics.epoch(names.EpochCause.TURN_END)
     metrics.envelope_refused("stale_cache_epoch")
-    pages = metrics.prometheus_page(), GatewayMetrics().page()
+    pages = metrics.prometheus_page(), GatewayMetrics(lambda: 0).page()
     return operator_series() | {
         sample.name: set(sample.labels)
         for page in pages

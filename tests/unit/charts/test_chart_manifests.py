@@ -255,6 +255,9 @@ def test_the_gateway_can_read_its_environment(name: str) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"realtime": settings.port, "health": settings.health_port}
     assert settings.log_level == "INFO"
+    memory = container["resources"]["limits"]["memory"]
+    allowed_bytes = int(memory.removesuffix("Gi")) * 2**30
+    assert settings.max_held_bytes <= allowed_bytes // 2
     known = {f"DUPLEX_{field.upper()}" for field in GatewaySettings.__struct_fields__}
     assert set(told) <= known
 

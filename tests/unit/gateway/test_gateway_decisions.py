@@ -399,6 +399,7 @@ def test_settings_come_from_the_environment() -> None:
         {"redis_url": "x", "tls_cert_file": "/nowhere/tls.crt"},
         {"redis_url": "x", "tls_cert_file": "/no/tls.crt", "tls_key_file": "/no/tls.key"},
         {"redis_url": "x", "max_calls": 0},
+        {"redis_url": "x", "max_held_bytes": 1_000_000},
         {"redis_url": "x", "drain_grace_s": -1.0},
         {"redis_url": "x", "queue_wait_s": float("nan")},
         {"redis_url": "x", "log_level": "LOUD"},

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duplex_gateway.budget import Account, Budget
 from duplex_gateway.held import HeldLimits, Room
 from duplex_gateway.resume import KEPT_COMMANDS, Pass, ResumeState
 from duplex_gateway.wire import GATEWAY_ID_PREFIX, Facts, read_client_message
@@ -55,6 +56,10 @@ def committed(to_sample: int) -> bytes:
     return event("input_audio_buffer.committed", duplex={"to_sample": to_sample})
 
 
+def roomy() -> Account:
+    return Account(Budget(2**40, 1))
+
+
 def connect(
     state: ResumeState, received: int, last: int = 0, fence: int = 1, durable: int | None = None
 ) -> list[bytes]:
@@ -69,7 +74,7 @@ def connect(
 
 
 def greeted(last: int | None = None, acknowledged: int = 0) -> ResumeState:
-    state = ResumeState(last, LIMITS)
+    state = ResumeState(last, LIMITS, roomy())
     assert connect(state, acknowledged) == []
     return state
 
@@ -179,7 +184,7 @@ class World:
     def __init__(self, explicit: bool, resume: bool) -> None:
         self.explicit = explicit
         self.session = Session()
-        self.state = ResumeState(0 if resume else None, LIMITS)
+        self.state = ResumeState(0 if resume else None, LIMITS, roomy())
         self.owner: Owner | None = None
         self.said: list[bytes] = []
         """Samples that must arrive."""
@@ -341,6 +346,8 @@ def test_each_number_once_and_each_sample_once(
             case _:
                 for _ in range(value):
                     getattr(world, name)()
+        kept = sum(item.memory_bytes for item in world.state._items())
+        assert world.state.account.held_bytes == kept
     world.settle()
 
     assert world.heard == list(range(1, len(world.session.journal) + 1))
@@ -502,7 +509,7 @@ def test_a_missing_number_breaks_the_connection_a_resync_does_not() -> None:
 
 
 def test_a_first_connection_resumes_nothing_and_the_next_one_all_that_is_new() -> None:
-    state = ResumeState(None, LIMITS)
+    state = ResumeState(None, LIMITS, roomy())
     assert state.resume_from is None
     connect(state, 0, 41)
     assert state.resume_from == 41
@@ -512,7 +519,7 @@ def test_a_first_connection_resumes_nothing_and_the_next_one_all_that_is_new() -
 
 def test_room() -> None:
     limits = HeldLimits(audio_s=1.0, due_s=0.5, bytes=100_000, hard_bytes=150_000, messages=20)
-    state = ResumeState(None, limits)
+    state = ResumeState(None, limits, roomy())
     second = append(bytes(32_000))
     say(state, update(PCM16), second)
     assert state.room() is Room.SOON  # an owner will make room
@@ -532,7 +539,7 @@ def test_room() -> None:
 @pytest.mark.parametrize("kind", ["input_audio_buffer.commit", "input_audio_buffer.clear"])
 def test_what_is_no_sound_takes_room_too(kind: str) -> None:
     limits = HeldLimits(messages=20)
-    state = ResumeState(None, limits)
+    state = ResumeState(None, limits, roomy())
     connect(state, 0)
     state.lose()
     for _ in range(40):
@@ -548,7 +555,7 @@ def test_what_is_no_sound_takes_room_too(kind: str) -> None:
     "message", [append(b""), json.dumps({"type": "input_audio_buffer.commit"})]
 )
 def test_messages_that_make_nothing_durable_are_not_kept(message: str) -> None:
-    state = ResumeState(None, HeldLimits(messages=20))
+    state = ResumeState(None, HeldLimits(messages=20), roomy())
     connect(state, 0)
     for _ in range(100):
         say(state, message)
@@ -574,13 +581,13 @@ def test_an_append_of_frames_alone_is_kept_until_a_sample_follows() -> None:
 
 
 def test_seconds_of_sound_do_not_keep_a_close_waiting() -> None:
-    state = ResumeState(None, HeldLimits(audio_s=1.0, due_s=0.5))
+    state = ResumeState(None, HeldLimits(audio_s=1.0, due_s=0.5), roomy())
     say(state, update(PCM16), append(bytes(64_000)))
     assert (state.room(), state.room(sound=False)) == (Room.SOON, Room.FREE)
 
 
 def test_heartbeats_that_nobody_answers_are_counted() -> None:
-    state = ResumeState(None, HeldLimits(messages=20))
+    state = ResumeState(None, HeldLimits(messages=20), roomy())
     connect(state, 0)
     for _ in range(60):
         say(state, json.dumps({"type": "session.heartbeat"}))
@@ -590,7 +597,7 @@ def test_heartbeats_that_nobody_answers_are_counted() -> None:
 
 def test_what_a_new_owner_has_is_let_go_and_what_the_same_one_has_takes_no_room() -> None:
     limits = HeldLimits(audio_s=1.0, due_s=0.5)
-    state = ResumeState(None, limits)
+    state = ResumeState(None, limits, roomy())
     connect(state, 0)
     say(state, update(PCM16), append(bytes(32_000)))
     sent(state)
