@@ -122,6 +122,25 @@ async def test_behind_a_hole_in_the_journal_is_replayed_what_is_there(
     await ledger.close()
 
 
+async def test_a_number_that_was_never_given_is_no_lost_event(valkey: EmbeddedValkey) -> None:
+    """The one owner that a session ever had knows what it has said."""
+    async with replica(valkey.url, "only") as here:
+        await here.open("boast", Terms("context"))
+        caller = Caller("boast")
+        await caller.dial(here)
+        await caller.talk(2)
+        newest = caller.last_sequence
+        attachment = await here.registry.attach("boast", TOKEN, newest + 1_000)
+        await attachment.next_event()
+        resync = await attachment.next_event()
+        assert resync == ResyncRequired(newest + 1_000, newest + 1, ledger_rewound=False)
+        assert not feed_line(here.registry.live["boast"])["ledgerRewound"]
+        for said, rewound in ((newest, False), (newest + 3, True), (None, True)):
+            replay, resync = await replay_after(here.ledger, "boast", newest + 1_000, said)
+            assert resync == ResyncRequired(newest + 1_000, newest + 1, rewound)
+            assert replay == []
+
+
 async def test_what_nobody_can_bring_back_is_told_the_client(
     valkey: EmbeddedValkey, server: Redis
 ) -> None:

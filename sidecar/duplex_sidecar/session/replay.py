@@ -8,11 +8,13 @@ _TRIES = 3
 
 
 async def replay_after(
-    ledger: Ledger, session: str, seen: int
+    ledger: Ledger, session: str, seen: int, ever: int | None = None
 ) -> tuple[list[Sequenced], ResyncRequired | None]:
     """All events after `seen` that are still in the journal, behind its last hole if it has any.
     Where some of them are gone, or the journal never had `seen` or has lost it, the client is told
-    which follows instead. Raises LedgerError."""
+    which follows instead. ever: the newest number that was ever given, None where nobody knows: a
+    client that names a larger one has lost nothing by that. Raises LedgerError."""
+    given = seen if ever is None else min(seen, ever)
     resync: ResyncRequired | None = None
     replay: list[Sequenced] = []
     last, rewound = seen, False
@@ -32,7 +34,7 @@ async def replay_after(
             meta = await ledger.reader.meta(session)
             known = meta is not None and last <= found.last_seq
             last = meta.events_first - 1 if known and meta is not None else found.last_seq
-        rewound = rewound or last < seen
+        rewound = rewound or last < given
         resync = ResyncRequired(seen, last + 1, rewound)
         replay.clear()
     return replay, resync
