@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from support.ledger_kit import Writer
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
 from duplex_sidecar.cli.ledger import erase
 from duplex_sidecar.cli.ledger_sweeping import sweep
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LedgerUnavailable, SessionErased
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerUnavailable, SessionErased
+from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.pending import PendingErasures, finish_erasures
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger
@@ -69,6 +71,40 @@ async def test_an_order_outlives_whoever_took_it(
     assert "finished 1 erasures" in capsys.readouterr().out
     assert await ledger.phase(session) is Phase.ERASED
     assert kept.sessions() == []
+    await ledger.close()
+
+
+async def test_what_is_no_session_is_refused_once(
+    valkey: EmbeddedValkey,
+    session: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Something else has the name of the session's meta: it stays, and nobody asks again."""
+    monkeypatch.setenv("DUPLEX_CACHE_DIR", str(tmp_path / "cache"))
+    ledger = await Ledger.connect(valkey.url)
+    kept = PendingErasures(tmp_path / "cache", valkey.url)
+    meta = session_keys(session).meta
+    server = Redis.from_url(valkey.url)
+    for write in (("SET", meta, "else"), ("RPUSH", meta, "else")):
+        await server.execute_command(*write)
+        with pytest.raises(LedgerCorrupt, match="foreign type"):
+            await ledger.erase(session)
+        kept.add(session)
+        kept.add(f"{session}-other")
+        caplog.clear()
+        assert [await finish_erasures(ledger, kept) for _ in range(3)] == [1, 0, 0]
+        assert kept.sessions() == []
+        assert caplog.text.count("foreign type") == 1
+        order = lambda: erase(session, url=valkey.url, yes=True)  # noqa: E731
+        assert await asyncio.to_thread(order) == 1
+        assert "foreign type" in capsys.readouterr().err
+        assert kept.sessions() == []
+        assert await server.exists(meta) == 1
+        await server.delete(meta)
+    await server.aclose()
     await ledger.close()
 
 

@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from support import last_run
+from support.ledger_kit import Writer
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
 from duplex_sidecar.admin.views import feed_line
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.store import LEASE_MS
+from duplex_sidecar.ledger.store import LEASE_MS, Ledger
 from duplex_sidecar.protocol.errors import ErrorCode
-from duplex_sidecar.protocol.events import Closed, Event, ResyncRequired, Sequenced, UnitDone
+from duplex_sidecar.protocol.events import (
+    Closed,
+    Event,
+    ResyncRequired,
+    Sequenced,
+    TurnTruncated,
+    UnitDone,
+    encode_sequenced,
+)
+from duplex_sidecar.session.replay import replay_after
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from fake_encoder import FakeEncoder
@@ -89,6 +100,45 @@ async def test_a_living_owner_hides_what_the_ledger_lost(
         assert (meta.fence, meta.events_last) == (1, caller.last_sequence)
         assert len(caller.sequenced) == len(calm_call.sequenced)
         assert all(unit.rebuild_cause in (None, "slide") for unit in caller.units)
+
+
+@pytest.mark.parametrize("missing", [{5}, {5, 80}, {3, 4, 5}, {90}, {5, 90}])
+async def test_behind_a_hole_in_the_journal_is_replayed_what_is_there(
+    valkey: EmbeddedValkey, server: Redis, missing: set[int]
+) -> None:
+    """Whatever tore it. Nothing counts as rewound: the journal's end has not moved."""
+    ledger = await Ledger.connect(valkey.url)
+    name = "hole-" + "-".join(map(str, sorted(missing)))
+    writer = await Writer.create(ledger, name)
+    events = [encode_sequenced(Sequenced(n, TurnTruncated(n, n, 0, 0))) for n in range(1, 91)]
+    await ledger.journal(writer.lease, JournalBatch(unit=0, first_seq=1, events=tuple(events)))
+    await server.hdel(session_keys(name).events, *map(str, missing))
+    replay, resync = await replay_after(ledger, name, 2)
+    assert resync == ResyncRequired(2, max(missing) + 1)
+    assert [event.sequence for event in replay] == list(range(max(missing) + 1, 91))
+    behind = max(missing)
+    replay, resync = await replay_after(ledger, name, behind)
+    assert (len(replay), resync) == (90 - behind, None)
+    await ledger.close()
+
+
+async def test_a_number_that_was_never_given_is_no_lost_event(valkey: EmbeddedValkey) -> None:
+    """The one owner that a session ever had knows what it has said."""
+    async with replica(valkey.url, "only") as here:
+        await here.open("boast", Terms("context"))
+        caller = Caller("boast")
+        await caller.dial(here)
+        await caller.talk(2)
+        newest = caller.last_sequence
+        attachment = await here.registry.attach("boast", TOKEN, newest + 1_000)
+        await attachment.next_event()
+        resync = await attachment.next_event()
+        assert resync == ResyncRequired(newest + 1_000, newest + 1, ledger_rewound=False)
+        assert not feed_line(here.registry.live["boast"])["ledgerRewound"]
+        for said, rewound in ((newest, False), (newest + 3, True), (None, True)):
+            replay, resync = await replay_after(here.ledger, "boast", newest + 1_000, said)
+            assert resync == ResyncRequired(newest + 1_000, newest + 1, rewound)
+            assert replay == []
 
 
 async def test_what_nobody_can_bring_back_is_told_the_client(

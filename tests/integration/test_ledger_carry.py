@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from support.ledger_kit import Writer, spoken_batch
@@ -17,9 +18,15 @@ from duplex_sidecar.cli.ledger_sweeping import sweep
 from duplex_sidecar.cli.places import default_cache_dir
 from duplex_sidecar.ledger.archive import MAGIC, read_archive, write_archive
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
-from duplex_sidecar.ledger.errors import LedgerCorrupt, SessionErased, SessionExists
+from duplex_sidecar.ledger.errors import (
+    LedgerCorrupt,
+    NotOffered,
+    SessionErased,
+    SessionExists,
+)
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.media import Trim
+from duplex_sidecar.ledger.moving import Offer
 from duplex_sidecar.ledger.pending import PendingErasures
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 from duplex_sidecar.ledger.store import Ledger
@@ -96,6 +103,26 @@ async def test_what_is_imported_is_the_session_under_its_new_id(
     await heir.unit(UNITS + 2)
     assert (await ledger.load(session)).head == before.head
     await writer.commit(UNITS + 1)
+
+
+async def test_what_somebody_was_about_to_do_with_the_original_is_not_imported(
+    ledger: Ledger, session: str
+) -> None:
+    """Neither the offer of a replica that was to take it nor how often its owner failed."""
+    writer = await Writer.create(ledger, session)
+    await writer.units(2)
+    assert await ledger.count_failure(writer.lease, 2, "a") == 1
+    offer = Offer(session, "replica-b", 70, "n" * 32, "b:1")
+    await ledger.moves.offer(offer)
+    twin = f"{session}-twin"
+    await ledger.import_as(await ledger.archive(session), twin)
+    heir = await Writer.take_over(ledger, twin, "replica-c")
+    assert await ledger.count_failure(heir.lease, 2, "b") == 1
+    with pytest.raises(NotOffered):
+        await ledger.moves.hand_over(heir.lease, heir.head, replica="replica-b", fence=70)
+    await ledger.moves.offer(msgspec.structs.replace(offer, session=twin, fence=7))
+    await ledger.moves.hand_over(heir.lease, heir.head, replica="replica-b", fence=7)
+    assert await ledger.count_failure(writer.lease, 2, "c") == 2
 
 
 async def test_an_import_never_replaces_anything(ledger: Ledger, session: str) -> None:

@@ -308,6 +308,21 @@ async def test_proof_of_death_names_the_process(ledger: Ledger, session: str) ->
     await ledger.acquire(session, "replica-b")
 
 
+async def test_a_lease_that_is_given_back_late_is_not_the_next_one(
+    ledger: Ledger, session: str
+) -> None:
+    first = (await Writer.create(ledger, session, "replica-a")).lease
+    await ledger.release(first)
+    second = await ledger.acquire(session, "replica-a")
+    with pytest.raises(LeaseHeld) as held:
+        await ledger.acquire(session, "replica-b")
+    assert held.value.nonce == second.nonce
+    assert not await ledger.break_lease(session, replica="replica-a", nonce=first.nonce)
+    assert not await ledger.break_lease(session, replica="replica-b", nonce=second.nonce)
+    await ledger.renew(second)
+    assert await ledger.break_lease(session, replica="replica-a", nonce=second.nonce)
+
+
 async def test_an_issued_fence_must_be_larger(ledger: Ledger, session: str) -> None:
     writer = await Writer.create(ledger, session)
     await ledger.release(writer.lease)

@@ -197,3 +197,40 @@ async def test_every_kind_of_ledger_call_is_timed(here: Replica) -> None:
     page = metrics.prometheus_page().decode()
     for call in ("acquire", "renew", "accept", "commit", "journal", "park", "erase"):
         assert f'call="{call}"' in page, call
+
+
+async def test_what_is_given_back_late_costs_the_next_start_nothing(
+    here: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A take-up is given up while it loads; its give-back reaches the server when the same replica
+    has the session again. So does the one of whoever found a lease that was left behind."""
+    caller = await called(here, "late")
+    await caller.hang_up()
+    late: list[dict[str, Any]] = []
+    give_back = here.ledger.break_lease
+
+    async def lose(session: str, **which: Any) -> bool:
+        late.append(which)
+        return False
+
+    for left_behind in (False, True):
+        await here.registry.departures.park("late", grace_s=0.0)
+        pause = held_up(monkeypatch, here, "load")
+        opening = asyncio.create_task(here.open("late", TERMS))
+        await reached(pause)
+        monkeypatch.setattr(here.ledger, "break_lease", lose)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        if left_behind:
+            with pytest.raises(LeaseHeld):
+                await here.registry._owners.acquire_if_free("late")
+        monkeypatch.undo()
+        await caller.dial(here)
+        lease = here.registry.live["late"].lease
+        assert len(late) == 1 + left_behind
+        for which in late:
+            await give_back("late", **which)
+        late.clear()
+        await here.ledger.renew(lease)
+        await caller.talk(6 if left_behind else 4)
+        await caller.hang_up()

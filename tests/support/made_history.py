@@ -2,7 +2,7 @@
 on what becomes of it when one thing in it is changed."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,7 +46,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass
 class Maker:
-    """replica, fence: of the present owner. connection: of the client."""
+    """replica, fence: of the present owner. connection: of the client. skipped: samples of it that
+    came into no unit so far."""
 
     observations: list[Observation] = field(default_factory=list[Observation])
     now_ns: int = 0
@@ -61,6 +62,7 @@ class Maker:
     lines: list[Line] = field(default_factory=list[Line])
     turn_samples: int = 0
     chunks: int = 0
+    skipped: int = 0
 
     def tick(self) -> int:
         self.now_ns += STEP_NS
@@ -175,15 +177,29 @@ class Maker:
         accepted = self.accept(seq)
         self.frame(
             "input_audio_buffer.committed",
-            acknowledged=Acknowledged(seq, SAMPLES * (seq - 1), SAMPLES * seq),
+            acknowledged=Acknowledged(seq, *self.place(seq)),
         )
         committed = self.commit(seq)
         self.line("unit", seq, (accepted, committed))
+
+    def place(self, seq: int) -> tuple[int, int]:
+        """Its first sample and the one behind its last."""
+        return SAMPLES * (seq - 1) + self.skipped, SAMPLES * seq + self.skipped
+
+    def clear(self, samples: int, *, said: bool) -> None:
+        """The next unit begins so many samples later; said: because the client wanted it."""
+        self.skipped += samples
+        if said:
+            self.frame("input_audio_buffer.clear", down=False)
+            self.frame("input_audio_buffer.cleared")
 
     def accept(self, seq: int) -> records.Accepted:
         self.prompt_tokens += UNIT_TOKENS + self.completed
         self.prompt_tokens += CLOSURE_TOKENS if seq > 1 else CONTEXT_TOKENS
         draft = structs.replace(accept_draft(seq), plan=self.plan())
+        first, last = self.place(seq)
+        input_ = structs.replace(draft.input, client_from_samples=first, client_to_samples=last)
+        draft = structs.replace(draft, input=input_)
         accepted = records.Accepted(
             **structs.asdict(draft),
             schema=records.SCHEMA,
@@ -247,9 +263,14 @@ class Maker:
         return EventFacts(sequence=sequence, kind="unit_done", sha256=name, turn=1, unit=seq)
 
 
-def made_history(units: int = 4, said: Sequence[int] | None = None) -> list[Observation]:
+def made_history(
+    units: int = 4,
+    said: Sequence[int] | None = None,
+    cleared: Mapping[int, tuple[int, bool]] | None = None,
+) -> list[Observation]:
     """The first two units of one owner, the others of its successor. said: which of them sound,
-    None: each once."""
+    None: each once. cleared: samples that are missing in front of a unit, and whether the client
+    said so."""
     run = Run(schema=SCHEMA, name="made", lease_ms=LEASE_MS, margin_ms=MARGIN_MS)
     maker = Maker([run])
     maker.open()
@@ -259,6 +280,9 @@ def made_history(units: int = 4, said: Sequence[int] | None = None) -> list[Obse
         if seq == TAKEOVER_AFTER + 1:
             maker.own("b")
             maker.dial()
+        samples, by_client = (cleared or {}).get(seq, (0, False))
+        if samples or by_client:
+            maker.clear(samples, said=by_client)
         maker.unit(seq)
         for _ in range((said or range(units + 1)).count(seq)):
             maker.speak(seq)

@@ -193,6 +193,9 @@ async def _erase(
                 keys = await ledger.erase(session)
             finally:
                 await ledger.close()
+        except LedgerCorrupt:
+            pending.done(session)  # something else has that name, and will have it later
+            raise
         except LedgerUnavailable as error:
             if time.monotonic() > until:
                 text = f"session {session} may be there still: {error.reason}"

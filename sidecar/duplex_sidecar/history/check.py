@@ -26,6 +26,7 @@ _RULES: tuple[Callable[[SessionHistory], Iterator[Violation]], ...] = (
     rules_ledger.nothing_after_loss,
     rules_ledger.no_hidden_retry,
     rules_client.acknowledged_input,
+    rules_client.own_session,
     rules_client.resumed_input,
     rules_client.journal_first,
     rules_client.one_sequence_one_event,

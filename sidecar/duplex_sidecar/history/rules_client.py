@@ -44,6 +44,14 @@ def acknowledged_input(history: SessionHistory) -> Iterator[Violation]:
             yield Violation(Rule.ACKNOWLEDGED_INPUT_LOST, session, text)
 
 
+def own_session(history: SessionHistory) -> Iterator[Violation]:
+    """A client is let into the session that it asked for."""
+    for frame in history.down:
+        if frame.opened is not None and frame.opened.session != history.session:
+            text = f"connection {frame.connection} was opened as {frame.opened.session}"
+            yield Violation(Rule.SESSION_OF_ANOTHER, history.session, text)
+
+
 def resumed_input(history: SessionHistory) -> Iterator[Violation]:
     """The position from which a client is told to go on is durable: it keeps nothing before it."""
     durable: list[tuple[int, int, int]] = []

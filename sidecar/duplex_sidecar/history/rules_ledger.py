@@ -1,7 +1,9 @@
 """Rules about writes: one owner at a time, one chain, nothing after the lease is lost."""
 
 import itertools
+import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,11 +14,20 @@ from duplex_sidecar.history.verdict import Rule, Violation
 from duplex_sidecar.ledger.call import ScriptName
 from duplex_sidecar.ledger.errors import LedgerCorrupt, SchemaTooNew
 from duplex_sidecar.ledger.export import Line, verify_lines
-from duplex_sidecar.ledger.records import sha256
+from duplex_sidecar.ledger.records import Opening, sha256
 
 MAX_SENDS_IN_A_BURST = 2
 BURST_NS = 150_000_000
 """A script is sent at most twice at once; after that its caller waits for 200 ms."""
+
+_CLEAR, _CLEARED = "input_audio_buffer.clear", "input_audio_buffer.cleared"
+_decode_opening = msgspec.json.Decoder(Opening).decode
+
+
+class _Clear(NamedTuple):
+    asked_ns: int
+    done_ns: int
+
 
 _WRITES = frozenset(
     {
@@ -33,7 +44,8 @@ _WAITS = frozenset({"WAIT", "WAITAOF"})
 
 
 def final_ledger(history: SessionHistory) -> Iterator[Violation]:
-    """It can be read, its chain holds, its units are contiguous."""
+    """It can be read, it is this session's, its chain holds, its units are contiguous: input is
+    missing between two of them only where the client had it cleared."""
     session, ledger = history.session, history.ledger
     if ledger is None:
         if history.chained:
@@ -48,19 +60,58 @@ def final_ledger(history: SessionHistory) -> Iterator[Violation]:
     except (LedgerCorrupt, SchemaTooNew, msgspec.MsgspecError) as error:
         yield Violation(Rule.LEDGER_UNREADABLE, session, str(error))
         return
+    for name in sorted({_opened_as(line) for line in history.lines[:1]} - {session}):
+        text = f"the ledger was opened as {name}"
+        yield Violation(Rule.SESSION_OF_ANOTHER, session, text)
+    clears = _clears(history)
     for before, line in itertools.pairwise(units):
-        if line.seq != before.seq + 1 or not _joined(before, line):
+        if line.seq != before.seq + 1 or not _joined(history, before, line, clears):
             text = f"unit {line.seq} does not follow unit {before.seq}"
             yield Violation(Rule.UNITS_NOT_CONTIGUOUS, session, text)
 
 
-def _joined(before: Line, line: Line) -> bool:
+def _opened_as(line: Line) -> str:
+    return _decode_opening(line.records[0]).session
+
+
+def _joined(history: SessionHistory, before: Line, line: Line, clears: list[_Clear]) -> bool:
+    """A clear that left a gap is used up by it."""
     left, right = before.input, line.input
-    return (
-        left is not None
-        and right is not None
-        and (left.client_to_samples == right.client_from_samples)
-    )
+    if left is None or right is None or left.client_to_samples > right.client_from_samples:
+        return False
+    if left.client_to_samples == right.client_from_samples:
+        return True
+    # What is before the gap had been taken for its unit by then, so the unit before that one was
+    # accepted; what is behind the gap was not.
+    since_ns = _accepts_ns(history, before.seq - 1, first=True)
+    until_ns = _accepts_ns(history, line.seq, first=False)
+    for clear in clears:
+        if clear.done_ns >= since_ns and (until_ns == 0 or clear.asked_ns <= until_ns):
+            clears.remove(clear)
+            return True
+    return False
+
+
+def _accepts_ns(history: SessionHistory, seq: int, *, first: bool) -> int:
+    """When an accept of that unit was seen, first or last; 0 where none was."""
+    seen = [
+        one.command.seen_ns
+        for one in history.chained
+        if one.write.entry == "accepted" and one.write.seq == seq
+    ]
+    return (min if first else max)(seen, default=0)
+
+
+def _clears(history: SessionHistory) -> list[_Clear]:
+    """What clients said that may forget input, by the time they said it."""
+    found: list[_Clear] = []
+    for frames in history.connections.values():
+        done = [frame.at_ns for frame in frames if frame.down and frame.type == _CLEARED]
+        asked = [frame.at_ns for frame in frames if not frame.down and frame.type == _CLEAR]
+        # Of one that was not answered nobody knows when it was done.
+        answers = itertools.chain(done, itertools.repeat(sys.maxsize))
+        found += itertools.starmap(_Clear, zip(asked, answers, strict=False))
+    return sorted(found)
 
 
 def nothing_confirmed_is_gone(history: SessionHistory) -> Iterator[Violation]:

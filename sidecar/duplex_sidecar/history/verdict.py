@@ -11,6 +11,7 @@ class Rule(StrEnum):
     ACKNOWLEDGED_INPUT_LOST = "acknowledged_input_lost"
     ACKNOWLEDGED_BEFORE_DURABLE = "acknowledged_before_durable"
     LEDGER_UNREADABLE = "ledger_unreadable"
+    SESSION_OF_ANOTHER = "session_of_another"
     UNITS_NOT_CONTIGUOUS = "units_not_contiguous"
     CONFIRMED_WRITE_GONE = "confirmed_write_gone"
     CHAIN_FORKED = "chain_forked"

@@ -37,8 +37,8 @@ def judge(session: str, reply: Reply) -> Reply:
             raise LedgerFull(session, f"would hold {size} bytes, over the session's limit")
         case b"crowded", [percent]:
             raise ServerFull(session, f"server holds {percent} % of its memory, no new sessions")
-        case b"held", [replica, remaining_ms]:
-            raise LeaseHeld(session, replica, int(remaining_ms))
+        case b"held", [replica, remaining_ms, nonce]:
+            raise LeaseHeld(session, replica, int(remaining_ms), nonce)
         case b"settling", [wait_ms]:
             raise LeaseSettling(session, int(wait_ms))
         case b"stale", [fence]:

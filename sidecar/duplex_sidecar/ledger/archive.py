@@ -18,13 +18,21 @@ MAGIC = b"duplex ledger archive 1\n"
 MAX_ARCHIVE_BYTES = 256 * 1024 * 1024
 _HASH_CHARACTERS = 64
 
-_FRESH = {
+FRESH = {
     "fence": "0", "nonce": "", "replica": "", "address": "", "until": "0", "era": "",
     "settle_era": "", "settle_until": "0", "op": "", "create_op": "", "events_op": "",
     "released": "", "woken": "0", "respeak_op": "", "respeak_seq": "", "respeak_count": "0",
     "replaced": "", "token_offered": "",
 }  # fmt: skip
 """Fields of a session that nobody has run here yet."""
+
+KEPT = frozenset({
+    "phase", "reason", "token", "index", "committed", "open", "records_first", "window_floor",
+    "pcm_floor", "events_first", "events_last", "events_bytes", "voiced", "voice_turn",
+    "voice_samples", "played_turn", "played_samples", "client_applied", "touched", "retention",
+})  # fmt: skip
+"""Fields of the conversation. An import begins without any other: what a replica offered to take
+over, how often its owner failed."""
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -121,7 +129,8 @@ def _relinked(
         "head": previous,
         "bytes": str(meta.bytes + grown),
     }
-    return entries, order, {**archive.meta, **_FRESH, **changed}
+    kept = {name: value for name, value in archive.meta.items() if name in KEPT}
+    return entries, order, {**kept, **FRESH, **changed}
 
 
 def _entry(archive: Archive, index: int) -> bytes:

@@ -45,12 +45,13 @@ class LeaseLost(LedgerError):
 
 
 class LeaseHeld(LedgerError):
-    """Somebody else's lease is still valid for `remaining_ms`."""
+    """Another lease is still valid for `remaining_ms`; nonce: of that one."""
 
-    def __init__(self, session: str, replica: str, remaining_ms: int) -> None:
+    def __init__(self, session: str, replica: str, remaining_ms: int, nonce: str = "") -> None:
         super().__init__(session, f"lease held by {replica} for {remaining_ms} ms more")
         self.replica = replica
         self.remaining_ms = remaining_ms
+        self.nonce = nonce
 
 
 class LeaseSettling(LedgerError):

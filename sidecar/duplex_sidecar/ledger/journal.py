@@ -84,11 +84,14 @@ class EventsAfter(msgspec.Struct, frozen=True):
     """Events with seq > the one asked for, contiguous. last_seq: the journal's newest (0: none).
 
     resync_required: the journal no longer (or never) holds what follows the sequence asked for.
+    missing_through: one that is missing between its first and its last one, 0 for none; ask again
+    from there.
     """
 
     events: tuple[JournaledEvent, ...]
     last_seq: int
     resync_required: bool
+    missing_through: int = 0
 
 
 _mark_encoder = msgspec.msgpack.Encoder()

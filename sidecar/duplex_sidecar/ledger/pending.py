@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 
 from duplex_api.ledger_address import without_login
-from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable
+from duplex_sidecar.ledger.errors import LedgerCorrupt, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.store import Ledger
 
@@ -45,13 +45,18 @@ class PendingErasures:
 
 
 async def finish_erasures(ledger: Ledger, pending: PendingErasures) -> int:
-    """Those that are possible now; how many were."""
+    """Those that are possible now; how many were. Those that never will be are told and dropped."""
     finished = 0
     for session in pending.sessions():
         try:
             await ledger.erase(session)
         except LedgerUnavailable:
             break
+        except LedgerCorrupt as error:
+            # Something else has the session's name: no repeat changes that.
+            log.error("a pending erasure is refused and given up: %s", error)
+            pending.done(session)
+            continue
         except (LedgerError, ValueError) as error:
             log.error("a pending erasure is refused: %s", error)
             continue

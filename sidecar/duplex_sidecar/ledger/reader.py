@@ -126,9 +126,12 @@ class LedgerReader:
         while seq < last and size < limit_bytes:
             wanted = range(seq + 1, min(seq + EVENT_BATCH, last) + 1)
             found = await self._blobs(session, keys.events, wanted)
-            for number, data in zip(wanted, found, strict=True):
-                if data is None:
-                    return EventsAfter(events=(), last_seq=last, resync_required=True)
+            gone = [number for number, data in zip(wanted, found, strict=True) if data is None]
+            if gone:
+                return EventsAfter(
+                    events=(), last_seq=last, resync_required=True, missing_through=gone[-1]
+                )
+            for number, data in zip(wanted, cast("list[bytes]", found), strict=True):
                 if size >= limit_bytes:
                     break
                 events.append(JournaledEvent(number, data))

@@ -224,11 +224,12 @@ class Ledger:
             (lease.fence, lease.nonce, head.hash, reason),
         )
 
-    async def break_lease(self, session: str, *, replica: str) -> bool:
+    async def break_lease(self, session: str, *, replica: str, nonce: str = "") -> bool:
         """Proof of death of `replica` (a name that one process start had): its lease ends at once.
-        False when it does not hold this session's lease."""
+        nonce: of the one lease that it gives up while it lives, "" for whichever it has. False when
+        it does not hold this session's lease, or another one."""
         key = session_keys(session).meta
-        reply = await self._run(session, ScriptName.BREAK, (key,), (replica,))
+        reply = await self._run(session, ScriptName.BREAK, (key,), (replica, nonce))
         return reply[1] == b"1"
 
     async def offer_token(self, lease: Lease, token_sha256: str) -> None:

@@ -46,7 +46,7 @@ class SessionOpened(msgspec.Struct, frozen=True):
 
 
 class ResyncRequired(msgspec.Struct, frozen=True):
-    """Events after `requested` are no longer in the journal; the oldest one left is `oldest`.
+    """Events after `requested` are not in the journal (any more); the oldest one left is `oldest`.
     ledger_rewound: the journal ends before `requested`, which the client says it has: the ledger
     lost acknowledged writes, and numbers from `oldest` on are given anew."""
 

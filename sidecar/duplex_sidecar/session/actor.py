@@ -114,6 +114,7 @@ class SessionActor:
         self._keeper = keeper
         self._ledger = ledger
         self._recover = recover
+        self._is_first_owner = recover is None
         self._clock_s = clock_s
         self._clients = Clients(clock_s)
         self._wake = asyncio.Event()
@@ -455,7 +456,10 @@ class SessionActor:
             input_rate_hz=self._desk.rate_hz,
             client_sequence=self._commands.last_applied,
         )
-        if await greet(outbox, self._ledger, opened, last_sequence):
+        # Behind a takeover nobody knows what the owner before had said: if the ledger has lost it,
+        # a client's word is all there is, and a wrong one looks like a right one.
+        ever = self._told_sequence if self._is_first_owner else None
+        if await greet(outbox, self._ledger, opened, last_sequence, ever):
             self.quality.ledger_rewound = True
             self.on_change()
 

@@ -15,18 +15,22 @@ log = logging.getLogger(__name__)
 
 
 async def greet(
-    outbox: Outbox, ledger: Ledger, opened: SessionOpened, last_sequence: int | None
+    outbox: Outbox,
+    ledger: Ledger,
+    opened: SessionOpened,
+    last_sequence: int | None,
+    ever: int | None,
 ) -> bool:
     """last_sequence: the newest event that the client has seen; None: it wants none of the old
-    ones. What happens meanwhile waits in the outbox. True: the ledger has lost events that the
-    client has seen."""
+    ones. ever: see `replay_after`. What happens meanwhile waits in the outbox. True: the ledger has
+    lost events that the client has seen."""
     replay: list[Sequenced] = []
     resync: ResyncRequired | None = None
     if last_sequence is not None:
         try:
             # A server that went back may have lost what this owner still knows.
             await ledger.mend(opened.session)
-            replay, resync = await replay_after(ledger, opened.session, last_sequence)
+            replay, resync = await replay_after(ledger, opened.session, last_sequence, ever)
         except LedgerUnavailable:
             outbox.fail(ErrorCode.LEDGER_UNAVAILABLE)
             return False

@@ -66,10 +66,16 @@ class Owners:
         self.replica = replica
         self._address = address
         self.dead = DeadReplicas()
+        self._asked: dict[str, str] = {}
+        """Of each session that is being taken, the nonce of the newest lease that was asked for."""
 
-    async def adopt(self, offer: Offer) -> Lease:
-        """The lease that was handed over to this replica's offer. Raises what the ledger refuses
-        where it was not, or is somebody else's by now."""
+    async def adopt(self, offer: Offer) -> Lease | None:
+        """The lease that was handed over to this replica's offer, None where it was not. Raises
+        what the ledger refuses where it is somebody else's by now."""
+        self._asked[offer.session] = offer.nonce
+        meta = await self._ledger.reader.meta(offer.session)
+        if meta is None or meta.nonce != offer.nonce:
+            return None
         with self.metrics.timed_ledger_call(LedgerCall.ACQUIRE):
             lease = await self._ledger.acquire(
                 offer.session,
@@ -98,14 +104,20 @@ class Owners:
             yield lease
         except BaseException as error:
             # Of one who was cancelled nobody knows whether the server has given it the lease.
-            if lease is not None or isinstance(error, asyncio.CancelledError):
-                await self._give_back(session)
+            nonce = self._asked.get(session, "")
+            if nonce and (lease is not None or isinstance(error, asyncio.CancelledError)):
+                await self._give_back(session, nonce)
             raise
+        finally:
+            self._asked.pop(session, None)
 
-    async def _give_back(self, session: str) -> None:
+    async def _give_back(self, session: str, nonce: str) -> None:
         """In a task of its own: the ledger does nothing for one that was cancelled. Bounded in
-        time; what could not be given back runs out by itself, or is broken by the next caller."""
-        giving = asyncio.create_task(self._ledger.break_lease(session, replica=self.replica))
+        time; what could not be given back runs out by itself, or is broken by the next caller. It
+        names the lease: one that the server gets late must not end the next caller's."""
+        giving = asyncio.create_task(
+            self._ledger.break_lease(session, replica=self.replica, nonce=nonce)
+        )
         with suppress(asyncio.CancelledError):
             await asyncio.wait({giving}, timeout=GIVE_BACK_S)
         giving.cancel()
@@ -138,7 +150,9 @@ class Owners:
         except LeaseHeld as held:
             if not self._is_free(held.replica):
                 raise
-            await self._ledger.break_lease(session, replica=held.replica)
+            # An own one by its nonce: the next one has the same replica.
+            nonce = held.nonce if held.replica == self.replica else ""
+            await self._ledger.break_lease(session, replica=held.replica, nonce=nonce)
         return await self._acquire(session, fence)
 
     def _is_free(self, holder: str) -> bool:
@@ -151,7 +165,8 @@ class Owners:
         )
 
     async def _acquire(self, session: str, fence: int | None) -> Lease:
+        nonce = self._asked[session] = secrets.token_hex(16)
         with self.metrics.timed_ledger_call(LedgerCall.ACQUIRE):
             return await self._ledger.acquire(
-                session, self.replica, fence=fence, address=self._address
+                session, self.replica, fence=fence, address=self._address, nonce=nonce
             )

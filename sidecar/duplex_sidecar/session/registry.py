@@ -360,9 +360,9 @@ class SessionRegistry:
         """By a hand-over to this replica if there was one, else as anybody gets it."""
         prepared = self._standing_by.prepared(session)
         if prepared is not None and (claim.fence or 0) <= prepared.offer.fence:
-            meta = await self._ledger.reader.meta(session)
-            if meta is not None and meta.nonce == prepared.offer.nonce:
-                return await self._owners.adopt(prepared.offer)
+            lease = await self._owners.adopt(prepared.offer)
+            if lease is not None:
+                return lease
         return await self._owners.acquire(session, claim.fence)
 
     async def _refuse(self, lease: Lease, refusal: Refuse) -> NoReturn:

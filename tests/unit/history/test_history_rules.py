@@ -121,6 +121,40 @@ def test_a_ledger_whose_units_do_not_follow(kept: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("cleared", "holds"),
+    [
+        ({2: (300, True), 4: (SAMPLES, True)}, True),
+        ({2: (0, True), 3: (300, True)}, True),
+        ({3: (300, False)}, False),
+        ({2: (300, True), 3: (300, False)}, False),
+        ({1: (0, True), 3: (300, False)}, False),
+        ({3: (300, False), 4: (0, True)}, False),
+        ({3: (-300, True)}, False),
+    ],
+)
+def test_input_between_two_units_is_missing_only_where_the_client_cleared_it(
+    cleared: dict[int, tuple[int, bool]], holds: bool
+) -> None:
+    report = check_history(made_history(cleared=cleared))
+    assert set(report.rules) == (set() if holds else {Rule.UNITS_NOT_CONTIGUOUS})
+
+
+def test_an_opening_of_another_session() -> None:
+    """On a socket, or in the ledger under this one's name."""
+    history = made_history()
+    other = Opened("other", 0, 0)
+    told = changed(history, Frame, lambda one: one.opened is not None, opened=other)
+    assert rules_of(told) == {Rule.SESSION_OF_ANOTHER}
+    renamed = [
+        one if isinstance(one, Run | Happening) else structs.replace(one, session="renamed")
+        for one in history
+        if not isinstance(one, Frame)
+    ]
+    report = check_history(renamed)
+    assert [one.rule for one in report.violations] == [Rule.SESSION_OF_ANOTHER]
+
+
 def test_a_ledger_that_cannot_be_read() -> None:
     history = made_history()
     broken = changed(history, LedgerEnd, lambda _: True, lines=(), problem="a blob is missing")

@@ -31,7 +31,7 @@ if meta.nonce ~= '' and left > lease_ms and not again then
   redis.call('HSET', KEYS[1], 'until', text(now + left))
 end
 if meta.nonce ~= '' and left > 0 and not again then
-  return { 'held', meta.replica, text(left) }
+  return { 'held', meta.replica, text(left), meta.nonce }
 end
 local step = 1
 if meta.era ~= era and meta.era ~= '' then  -- an imported session has had no owner yet
