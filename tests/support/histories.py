@@ -293,7 +293,7 @@ class World:
         self, session: str, reference: tuple[tuple[int, ...], ...] | None = None
     ) -> None:
         """Look at the ledger and at the vocoders' input."""
-        end = await ledger_end(self.url, session)
+        end = await ledger_end(self.url, session, self.observer.clock_ns())
         self.observer.note(end)
         if self._witness is not None:
             self._witness.expect(end)
@@ -319,18 +319,20 @@ class World:
         return task
 
 
-async def ledger_end(url: str, session: str) -> LedgerEnd:
-    """What `duplex ledger export` writes of the session, and how far its journal goes."""
+async def ledger_end(url: str, session: str, at_ns: int = 0) -> LedgerEnd:
+    """What `duplex ledger export` writes of the session, and how far its journal goes. at_ns: by
+    the observer's clock, where the session may go on meanwhile."""
     reader = await LedgerReader.connect(url)
     try:
         loaded = await reader.load(session)
     except LedgerError as error:
         problem = f"{type(error).__name__}: {error}"
-        return LedgerEnd(session=session, lines=(), events_last=0, problem=problem)
+        return LedgerEnd(session=session, lines=(), events_last=0, problem=problem, at_ns=at_ns)
     finally:
         await reader.close()
     lines = tuple(line.decode().strip() for line in export_lines(loaded))
-    return LedgerEnd(session=session, lines=lines, events_last=loaded.meta.events_last)
+    last = loaded.meta.events_last
+    return LedgerEnd(session=session, lines=lines, events_last=last, at_ns=at_ns)
 
 
 # --- a client -------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ class RealGrounds:
     async def finish(self, session: str) -> None:
         """Look at the ledger, then erase it."""
         url = self._fleet.url
-        self._observer.note(await ledger_end(url, session))
+        self._observer.note(await ledger_end(url, session, self._observer.clock_ns()))
         if self._fleet.tokens:
             self._observer.note(Reference(session, self._fleet.tokens))
         ledger = await Ledger.connect(url)

@@ -176,12 +176,14 @@ class StageChunk(msgspec.Struct, frozen=True, tag_field="kind", tag="chunk"):
 
 class LedgerEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ledger"):
     """What the ledger holds at the end. lines: as `duplex ledger export` writes them. problem: why
-    it cannot be read, None if it can. events_last: the journal's newest sequence."""
+    it cannot be read, None if it can. events_last: the journal's newest sequence. at_ns: when it
+    was looked at, since an owner may have gone on; 0: after everything."""
 
     session: str
     lines: tuple[str, ...]
     events_last: int
     problem: str | None = None
+    at_ns: int = 0
 
 
 class Reference(msgspec.Struct, frozen=True, tag_field="kind", tag="reference"):

@@ -36,7 +36,7 @@ def acknowledged_input(history: SessionHistory) -> Iterator[Violation]:
             text = f"unit {told.unit} was acknowledged before its accept was confirmed"
             yield Violation(Rule.ACKNOWLEDGED_BEFORE_DURABLE, session, text)
         kept = units.get(told.unit)
-        if history.ledger is None or (kept is None and told.unit < first_kept):
+        if not history.precedes_the_look(frame.at_ns) or (kept is None and told.unit < first_kept):
             continue
         place = (told.from_sample, told.to_sample)
         if kept is None or (kept.client_from_samples, kept.client_to_samples) != place:

@@ -115,27 +115,34 @@ def _clears(history: SessionHistory) -> list[_Clear]:
 
 
 def nothing_confirmed_is_gone(history: SessionHistory) -> Iterator[Violation]:
-    """What the server has confirmed since it was last restored is in the ledger at the end: the
-    entries that are not trimmed, and the journal up to its newest number."""
+    """What the server has confirmed since it was last restored, and before it was looked at, is in
+    the ledger at the end: the entries that are not trimmed, and the journal up to its newest
+    number."""
     session, ledger = history.session, history.ledger
     if ledger is None or ledger.problem is not None:
         return
     kept = {sha256(record.encode()) for line in history.lines for record in line.records}
     first = min((line.seq for line in history.lines if line.kind == "unit"), default=0)
     for one in history.chained:
-        newest = history.era(one.executed_ns) == history.last_era
-        if newest and one.write.seq >= first and one.write.hash not in kept:
+        if not _counts_at_the_end(history, one.executed_ns):
+            continue
+        if one.write.seq >= first and one.write.hash not in kept:
             text = f"{one.write.entry} {one.write.seq} was confirmed and is not in the ledger"
             yield Violation(Rule.CONFIRMED_WRITE_GONE, session, text)
     events = [
         event.sequence
         for one in history.journaled
-        if history.era(one.executed_ns) == history.last_era
+        if _counts_at_the_end(history, one.executed_ns)
         for event in one.write.events
     ]
     if max(events, default=0) > ledger.events_last:
         text = f"event {max(events)} was confirmed, the journal ends with {ledger.events_last}"
         yield Violation(Rule.CONFIRMED_WRITE_GONE, session, text)
+
+
+def _counts_at_the_end(history: SessionHistory, confirmed_ns: int) -> bool:
+    newest = history.era(confirmed_ns) == history.last_era
+    return newest and history.precedes_the_look(confirmed_ns)
 
 
 def one_chain(history: SessionHistory) -> Iterator[Violation]:

@@ -61,6 +61,10 @@ class SessionHistory:
     def last_era(self) -> int:
         return len(self.restored_ns)
 
+    def precedes_the_look(self, at_ns: int) -> bool:
+        """Whether what was done by then has to be in the ledger that was looked at."""
+        return self.ledger is not None and not 0 < self.ledger.at_ns < at_ns
+
     @cached_property
     def lines(self) -> list[Line]:
         """The exported ledger. Raises msgspec.MsgspecError."""

@@ -190,6 +190,19 @@ def test_confirmed_writes_that_are_gone_at_the_end() -> None:
     assert Rule.CONFIRMED_WRITE_GONE not in rules_of([*unanswered, restored])
 
 
+def test_what_comes_behind_the_look_at_the_ledger_need_not_be_in_it() -> None:
+    history = made_history()
+    end = next(one for one in history if isinstance(one, LedgerEnd))
+    before_ns = command(history, "accept", 4).seen_ns
+    short = structs.replace(end, lines=end.lines[:-1], events_last=6, at_ns=before_ns)
+    early = [short if isinstance(one, LedgerEnd) else one for one in history]
+    assert rules_of(early) == set()
+    late = structs.replace(short, at_ns=max(one.at_ns for one in history if isinstance(one, Frame)))
+    assert Rule.CONFIRMED_WRITE_GONE in rules_of(
+        [late if isinstance(one, LedgerEnd) else one for one in history]
+    )
+
+
 def test_two_writes_on_one_entry() -> None:
     history = made_history()
     first = command(history, "accept")
