@@ -183,7 +183,7 @@ class KubernetesApi:
 
     async def get(self, resource: Resource, key: ObjectKey) -> RawObject:
         """Raises MissingError."""
-        return await self._call("get", resource, resource.path(key.namespace, key.name))
+        return _object(await self._ask("get", resource, resource.path(key.namespace, key.name)))
 
     @overload
     async def list(
@@ -300,13 +300,14 @@ class KubernetesApi:
 
     async def create_lease(self, namespace: str, body: RawObject) -> RawObject:
         """As `create`, without the lead: this is how it is got."""
-        return await self._call("create", LEASES, LEASES.path(namespace), method="POST", body=body)
+        path = LEASES.path(namespace)
+        return _object(await self._ask("create", LEASES, path, method="POST", body=body))
 
     async def patch_lease(self, key: ObjectKey, spec: Mapping[str, Any], version: str) -> RawObject:
         """As `patch`, without the lead."""
         body = {"metadata": {"resourceVersion": version}, "spec": spec}
         path = LEASES.path(key.namespace, key.name)
-        return await self._call("patch", LEASES, path, method="PATCH", body=body)
+        return _object(await self._ask("patch", LEASES, path, method="PATCH", body=body))
 
     async def event(
         self,
@@ -375,20 +376,8 @@ class KubernetesApi:
         if not self._may_write():
             raise NotLeadingError
         query = {} if method == "DELETE" else {"fieldManager": FIELD_MANAGER}
-        return await self._call(verb, resource, path, method=method, body=body, query=query)
-
-    async def _call(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        *,
-        method: str = "GET",
-        body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
-    ) -> RawObject:
         content = await self._ask(verb, resource, path, method=method, body=body, query=query)
-        return cast(RawObject, _readable(content)) if content else {}
+        return _object(content)
 
     async def _ask(
         self,
@@ -487,6 +476,11 @@ def _readable(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
         return decoded(text, kind)
     except msgspec.MsgspecError as error:
         raise UnavailableError(0, "Unreadable", "an answer is not the JSON it should be") from error
+
+
+def _object(content: bytes) -> RawObject:
+    """Raises UnavailableError."""
+    return cast(RawObject, _readable(content)) if content else {}
 
 
 def _watch_event(line: bytes) -> WatchEvent:

@@ -162,8 +162,7 @@ class Sidecar:
     @property
     def problem(self) -> str | None:
         """What keeps this replica from serving, None when it serves."""
-        away = self._reach is not None and self._reach.away
-        return self.hindrance or ("ledger: away" if away else None)
+        return self.hindrance or ("ledger: away" if self._ledger_went else None)
 
     @property
     def waits_for(self) -> str | None:
@@ -174,8 +173,11 @@ class Sidecar:
     @property
     def ledger_away(self) -> bool:
         """Whether nothing but the ledger keeps this replica from serving."""
-        there = self.ledger is not None and not (self._reach is not None and self._reach.away)
-        return not there and self._stage_under_way is None
+        return (self.ledger is None or self._ledger_went) and self._stage_under_way is None
+
+    @property
+    def _ledger_went(self) -> bool:
+        return self._reach is not None and self._reach.away
 
     @property
     def _stage_under_way(self) -> StageReport | None:

@@ -25,6 +25,7 @@ from tests.bench.paced import Answer, PacedTalk
 from tests.bench.rig import Rig
 from tests.bench.scenarios import CONTEXT
 from tests.bench.stats import spread
+from tests.bench.turn_script import turn_script
 
 SILENCE_S = 1.0
 MOVES = 50
@@ -70,17 +71,13 @@ def measure_handover(rig: Rig) -> tuple[list[Figure], dict[str, object]]:
 
 def reply_script(vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
     """Token ids of the units of one turn, in turn: some listen, then a reply that ends."""
-    text = [
-        id_
-        for id_ in range(vocabulary.size)
-        if id_ not in vocabulary.special_ids
-        and id_ not in vocabulary.bad_ids
-        and len(vocabulary.token_bytes[id_]) > 1
-    ][:TEXT_TOKENS]
-    speak = (vocabulary.speak, *text, vocabulary.chunk_eos)
-    last = (vocabulary.speak, *text[:2], vocabulary.turn_eos, vocabulary.chunk_eos)
-    listen = (vocabulary.listen,)
-    return (listen,) * LISTENING_UNITS + (speak,) * (SPEAKING_UNITS - 1) + (last,)
+    return turn_script(
+        vocabulary,
+        listening=LISTENING_UNITS,
+        speaking=SPEAKING_UNITS,
+        text_tokens=TEXT_TOKENS,
+        last_tokens=2,
+    )
 
 
 async def _measure(

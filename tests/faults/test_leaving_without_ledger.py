@@ -2,15 +2,14 @@
 was acknowledged is there for the next one."""
 
 import asyncio
-import os
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from support.patience import PATIENCE_S
+from support.valkeys import dead, frozen
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.session_view import Phase
@@ -45,27 +44,6 @@ def _never_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(departures, "PARK_UNIT_S", FOR_EVER_S)
     monkeypatch.setattr(ending, "END_TIMEOUT_S", FOR_EVER_S)
     monkeypatch.setattr(ending, "LAST_WRITE_S", 0.5)
-
-
-@contextmanager
-def frozen(valkey: EmbeddedValkey) -> Iterator[None]:
-    """The server answers nothing, and connections to it stay."""
-    pid = valkey.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def dead(valkey: EmbeddedValkey) -> Iterator[None]:
-    valkey.kill()
-    try:
-        yield
-    finally:
-        valkey.start()
 
 
 @pytest.fixture

@@ -2,16 +2,15 @@
 conversation goes on with the same tokens once the ledger is back."""
 
 import asyncio
-import os
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.patience import PATIENCE_S
+from support.valkeys import dead, frozen
 
 from duplex_sidecar.ledger.call import Head, PendingCall
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -71,27 +70,6 @@ def clock() -> Clock:
 async def here(valkey: EmbeddedValkey, clock: Clock) -> AsyncIterator[Replica]:
     async with replica(valkey.url, hold_s=HOLD_S, call_timeout_ms=400, clock_s=clock) as here:
         yield here
-
-
-@contextmanager
-def frozen(valkey: EmbeddedValkey) -> Iterator[None]:
-    """The server answers nothing, and connections to it stay."""
-    pid = valkey.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def dead(valkey: EmbeddedValkey) -> Iterator[None]:
-    valkey.kill()
-    try:
-        yield
-    finally:
-        valkey.start()
 
 
 @pytest.mark.parametrize("outage", [frozen, dead])

@@ -22,6 +22,7 @@ from duplex_sidecar.checkpoint.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from duplex_sidecar.client.conversation import SAMPLE_RATE_HZ
 from duplex_sidecar.client.local_sidecar import LocalSidecar
 from duplex_sidecar.model.minicpmo45.vocabulary import Vocabulary
+from tests.bench.turn_script import turn_script
 
 MANIFEST = """
 apiVersion: duplex.dev/v1alpha1
@@ -51,17 +52,13 @@ SETTINGS = (
 
 def bench_script(vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
     """4 listening units, 5 speaking ones of 9 text tokens, 1 that ends the turn; again."""
-    text = [
-        id_
-        for id_ in range(vocabulary.size)
-        if id_ not in vocabulary.special_ids
-        and id_ not in vocabulary.bad_ids
-        and len(vocabulary.token_bytes[id_]) > 1
-    ][:TEXT_TOKENS]
-    listen = (vocabulary.listen,)
-    speak = (vocabulary.speak, *text, vocabulary.chunk_eos)
-    last = (vocabulary.speak, *text[:4], vocabulary.turn_eos, vocabulary.chunk_eos)
-    return (listen,) * LISTENING_UNITS + (speak,) * (SPEAKING_UNITS - 1) + (last,)
+    return turn_script(
+        vocabulary,
+        listening=LISTENING_UNITS,
+        speaking=SPEAKING_UNITS,
+        text_tokens=TEXT_TOKENS,
+        last_tokens=4,
+    )
 
 
 def speech_like(seconds: int, seed: int) -> bytes:

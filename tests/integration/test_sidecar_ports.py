@@ -33,6 +33,7 @@ class NotReady:
     ledger_away = Sidecar.ledger_away
     ledger: Any = None
     _reach: Any = None
+    _ledger_went = Sidecar._ledger_went
     _stage_under_way = Sidecar._stage_under_way
 
     def __init__(self, *, loopback: bool) -> None:

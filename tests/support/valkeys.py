@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,32 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from duplex_sidecar.client.local_sidecar import free_port
-from duplex_sidecar.ledger.embedded import server_binary
+from duplex_sidecar.ledger.embedded import EmbeddedValkey, server_binary
 
 START_S = 90.0
 """A Sentinel that stood still for two seconds decides nothing for the next thirty."""
 SLOTS = 16_384
+
+
+@contextmanager
+def frozen(valkey: EmbeddedValkey) -> Iterator[None]:
+    """The server answers nothing, and connections to it stay."""
+    pid = valkey.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def dead(valkey: EmbeddedValkey) -> Iterator[None]:
+    valkey.kill()
+    try:
+        yield
+    finally:
+        valkey.start()
 
 
 class ValkeyProcess:

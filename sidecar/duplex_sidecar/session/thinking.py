@@ -30,7 +30,7 @@ from duplex_sidecar.session.stages import wait_ready
 from duplex_sidecar.session.streams import LOST, ThinkerStream
 from duplex_sidecar.session.watching import UnitWatch
 from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerPart
-from duplex_sidecar.stages.errors import StageAway, StageError, StageFault
+from duplex_sidecar.stages.errors import StageError, StageFault
 from duplex_sidecar.stages.interface import ThinkerStage
 from duplex_sidecar.telemetry.names import RebuildCause as TracedCause
 from duplex_sidecar.telemetry.names import StageName, StepName
@@ -179,7 +179,7 @@ class ThinkerDriver:
                 break
             except StageError as error:
                 watch.trace.stage_fault(StageName.THINKER, error.fault)
-                if error.fault not in _MENDED or isinstance(error, StageAway):
+                if error.fault not in _MENDED:
                     raise
         facts = answer_facts(answer.emitted_ids, self._facts.vocabulary)
         return Answered(rules, answer, facts, rebuild, window)

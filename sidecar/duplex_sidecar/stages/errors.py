@@ -8,6 +8,8 @@ class StageFault(StrEnum):
 
     GONE = "gone"
     """The process died or cannot be reached: its streams are lost, a restart is under way."""
+    AWAY = "away"
+    """It was lost and did not come back in time: `StageAway`."""
     TIMEOUT = "timeout"
     """No answer within the bound of the call."""
     REFUSED = "refused"
@@ -39,4 +41,4 @@ class StageAway(StageError):
     another replica, or this one later, can go on with the session."""
 
     def __init__(self, stage: str, waited_s: float) -> None:
-        super().__init__(stage, StageFault.GONE, f"not back in {waited_s:g} s")
+        super().__init__(stage, StageFault.AWAY, f"not back in {waited_s:g} s")
