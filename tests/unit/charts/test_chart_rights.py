@@ -46,12 +46,15 @@ def right(resource: apply.Resource, verb: str, subresource: str = "") -> Right:
 
 
 def calls(tree: ast.AST) -> Iterator[Right]:
-    """Calls of KubernetesApi that name a resource: `api.patch(PODS, ...)`."""
+    """Calls of KubernetesApi that name a resource: `api.patch(PODS, ...)`.
+
+    Its own calls say the verb as their first argument, whatever the method is called.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         verb, arguments = node.func.attr, list(node.args)
-        if verb in ("_call", "_write") and arguments and isinstance(arguments[0], ast.Constant):
+        if arguments and isinstance(arguments[0], ast.Constant):
             verb = str(arguments.pop(0).value)
             arguments = [each for each in arguments if isinstance(each, ast.Name)]
         named = arguments[0].id if arguments and isinstance(arguments[0], ast.Name) else ""
