@@ -649,7 +649,7 @@ async def test_a_shutdown_given_up_still_lets_go(valkey: EmbeddedValkey) -> None
 async def test_a_session_let_go_before_it_began(valkey: EmbeddedValkey) -> None:
     async with replica(valkey.url, "brief") as here:
         opening = asyncio.create_task(here.open("brief", Terms("context")))
-        started = here.registry._start
+        started = here.registry._arrivals._start
         closing: list[asyncio.Task[None]] = []
 
         def start_and_close(*args: Any) -> Any:
@@ -658,7 +658,7 @@ async def test_a_session_let_go_before_it_began(valkey: EmbeddedValkey) -> None:
             actor.let_go()
             return actor
 
-        here.registry._start = start_and_close  # type: ignore[method-assign]
+        here.registry._arrivals._start = start_and_close  # type: ignore[method-assign]
         await opening
         await closing[0]
         assert here.registry.free_slots == SLOTS

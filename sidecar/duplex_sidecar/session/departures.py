@@ -52,10 +52,17 @@ class Departures:
         self._turnstile = turnstile
         self._empty_by_s: float | None = None
         """On the loop's clock: when the grace of a drain is over."""
+        self.closed = False
+        """All were let go of: none starts here any more."""
 
     @property
     def draining(self) -> bool:
         return self._empty_by_s is not None
+
+    def require_open(self) -> None:
+        """Raises ClientError once none starts here any more."""
+        if self.closed:
+            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
 
     # --- one session ------------------------------------------------------------------------------
 
@@ -207,7 +214,9 @@ class Departures:
         self._roster.changed()
 
     def told(self, entry: Live) -> None:
-        """A session of a replica that may be draining."""
+        """A session of a replica that may be draining, or closed."""
+        if self.closed:
+            entry.actor.let_go()
         if self._empty_by_s is not None:
             left_s = self._empty_by_s - asyncio.get_running_loop().time()
             entry.actor.wish_to_park(ParkReason.DRAIN, max(0.0, left_s))
@@ -230,8 +239,9 @@ class Departures:
         return {entry.task for entry in entries if over_s < 0 or entry.actor.holds_lease}
 
     async def let_go_of_all(self) -> None:
-        """Their ledgers stay open for another replica. With the ledger away this takes some
-        seconds; what could not be told there runs out by itself."""
+        """Their ledgers stay open for another replica, and none starts here any more. With the
+        ledger away this takes some seconds; what could not be told there runs out by itself."""
+        self.closed = True
         for entry in self._roster.live.values():
             entry.actor.let_go()
         await asyncio.gather(*(entry.task for entry in self._roster.live.values()))
