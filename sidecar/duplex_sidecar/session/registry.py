@@ -183,7 +183,7 @@ class SessionRegistry:
         elif not entry.tokens.lets_in(claim.token_sha256):
             raise ClientError(ErrorCode.UNAUTHORIZED)
         if claim.fence is not None and claim.fence > fence:
-            entry.actor.let_go()
+            entry.actor.wishes.let_go()
             await asyncio.wait({entry.task})
             return False
         return True
