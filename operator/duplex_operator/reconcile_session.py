@@ -9,17 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from duplex_api.admin import RESUME
-from duplex_api.constants import API_VERSION, SESSION_KIND
+from duplex_api.constants import SESSION_KIND
 from duplex_api.given_voices import given_voice_name
 from duplex_api.session import SessionPhase, SessionStatus
 from duplex_api.window import WindowPolicy
-from duplex_operator.apply import (
-    SESSIONS,
-    ConflictError,
-    EventType,
-    MissingError,
-    Regarding,
-)
 from duplex_operator.context import Context
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
@@ -42,6 +35,9 @@ from duplex_operator.decide.facts import Refusal, SessionFacts
 from duplex_operator.decide.lifecycle import VOICE_REFUSAL, decide, suspect_look_s
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.decide.status import status_patch
+from duplex_operator.kube.errors import ConflictError, MissingError
+from duplex_operator.kube.events import tell_event
+from duplex_operator.kube.resources import SESSIONS
 from duplex_operator.manifests import manifest_text
 from duplex_operator.names import SESSION_FINALIZER
 from duplex_operator.objects import (
@@ -220,12 +216,14 @@ class SessionReconciler:
     async def _tell(
         self, session: SessionObject, reason: str, sentence: str, *, warning: bool
     ) -> None:
-        await self._context.api.event(
-            Regarding(API_VERSION, SESSION_KIND, session.meta.key, session.meta.uid),
+        await tell_event(
+            self._context.api,
+            SESSION_KIND,
+            session.meta,
             reason=reason,
             note=sentence,
             action="Reconcile",
-            event_type=EventType.WARNING if warning else EventType.NORMAL,
+            warning=warning,
         )
 
     async def _read_again(self, session: SessionObject) -> bool:

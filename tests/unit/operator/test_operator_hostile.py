@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duplex_operator import sweep
-from duplex_operator.apply import ConflictError
 from duplex_operator.context import Context
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
-from duplex_operator.json_text import MOST_DEPTH, decoded, shallow
+from duplex_operator.kube.errors import ConflictError
+from duplex_operator.kube.json_text import MOST_DEPTH, decoded, shallow
 from duplex_operator.names import (
     ANNOTATION_ATTEMPT,
     ANNOTATION_MARK,
