@@ -39,7 +39,7 @@ from duplex_operator.decide.actions import (
     WriteStatus,
 )
 from duplex_operator.decide.facts import Refusal, SessionFacts
-from duplex_operator.decide.lifecycle import VOICE_REFUSAL, decide, suspect_look_s
+from duplex_operator.decide.lifecycle import LEDGER_LOST, VOICE_REFUSAL, decide, suspect_look_s
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.decide.status import status_patch
 from duplex_operator.manifests import manifest_text
@@ -73,6 +73,9 @@ RETRY_S = 1.0
 SOON_S = 0.25
 REFUSED_FOR_S = 2.0
 """How long a pod that had no room is left alone."""
+TELL_AGAIN_MS = 5_000
+_OVER = frozenset(("session_ended", "stale_fence", LEDGER_LOST))
+"""Refusals of an order about a session that runs there, after which it does not."""
 _FULL = frozenset(("no_slot", "draining"))
 _LATER = frozenset(("not_ready", "ledger_unavailable", "unauthorized", "session_busy", ""))
 
@@ -315,6 +318,8 @@ class SessionReconciler:
         except VoiceUnusableError as error:
             return self._voiceless(facts, known, action, error)
         except SidecarUnreachableError as error:
+            if facts.said is not None:
+                return self._tell_later(facts, known, error)
             log.info("opening %s on %s: %s", facts.session.meta.key, action.pod_uid, error)
             return Nothing(SOON_S)
         except SidecarRefusalError as error:
@@ -347,7 +352,7 @@ class SessionReconciler:
     ) -> Nothing | None:
         """Its voice's object has gone or changed since the session was accepted."""
         if facts.said is not None:
-            return Nothing(RETRY_S)  # it runs there, and has its voice
+            return self._tell_later(facts, known, error)  # it runs there, and has its voice
         known.memory = replace(
             known.memory,
             refused_spec=Refused(RefusalReason.VOICE_UNUSABLE, str(error)),
@@ -359,6 +364,8 @@ class SessionReconciler:
     def _refused(
         self, facts: SessionFacts, known: Known, action: Open, error: SidecarRefusalError
     ) -> Nothing | None:
+        if facts.said is not None and error.code not in _OVER:
+            return self._tell_later(facts, known, error)
         if error.code in _LATER or (error.status >= 500 and error.code not in _FULL):
             return Nothing(SOON_S)
         if error.code in _FULL:
@@ -371,6 +378,12 @@ class SessionReconciler:
         known.memory = replace(known.memory, refusal=refusal)
         log.info("opening %s: %s", facts.session.meta.key, error)
         return None
+
+    def _tell_later(self, facts: SessionFacts, known: Known, error: Exception) -> None:
+        """It runs there, and is not to be moved nor left unlooked at because its sidecar cannot be
+        told of a changed token: its ledger is away, say, or its voice has been replaced."""
+        log.log(retry_level(error), "telling %s its token: %s", facts.session.meta.key, error)
+        known.memory = replace(known.memory, told_from_ms=facts.now_ms + TELL_AGAIN_MS)
 
     async def _hand_over(
         self, facts: SessionFacts, known: Known, action: HandOver
