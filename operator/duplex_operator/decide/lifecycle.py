@@ -332,7 +332,8 @@ def _fetch(facts: SessionFacts, placement: Placement) -> Action | None:
 def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:
     """Its sidecar still lets the old token in: opening it again tells the new one."""
     live = facts.pod is not None and facts.pod.health is PodHealth.LIVE
-    if facts.memory.token_untold and facts.token is not None and live:
+    due = facts.memory.token_untold and facts.now_ms >= facts.memory.told_from_ms
+    if due and facts.token is not None and live:
         return Open(placement.pod_uid, placement.fence, "", goes_on=has_history(facts))
     return None
 

@@ -33,6 +33,8 @@ class Outside:
     routes: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     erased: list[str] = field(default_factory=list)
+    meanwhile: Callable[[], None] = lambda: None
+    """Done while a list is on its way."""
 
     async def records(self, known: Callable[[str], bool]) -> AsyncIterator[tuple[str, RouteRecord]]:
         for uid in list(self.routes):
@@ -52,6 +54,7 @@ class Outside:
 
     async def list(self, resource: Resource, _: str, **__: Any) -> Listing[Any]:
         assert resource in (SESSIONS, SECRETS)
+        self.meanwhile()
         return Listing((), "1")
 
     async def get(self, _: Resource, key: ObjectKey) -> Mapping[str, Any]:
@@ -75,6 +78,33 @@ async def test_one_erasure_that_is_refused_stops_none_behind_it() -> None:
     assert await sweep_once(outside.context(Store())) == 2
     assert outside.erased == ["second", "third"]
     assert outside.routes == ["first"], "it is tried again"
+
+
+async def test_a_token_that_is_made_while_the_list_comes_has_not_changed() -> None:
+    store, forgotten = Store(), list[str]()
+
+    def place() -> None:
+        found = read_session(
+            {
+                "metadata": {
+                    "name": "talk",
+                    "namespace": "default",
+                    "uid": "talk",
+                    "resourceVersion": "1",
+                },
+                "spec": {"poolRef": {"name": "x"}},
+                "status": {"tokenSecret": {"name": "talk-token", "key": "token"}},
+            }
+        )
+        assert found is not None
+        store.sessions.put(found)
+
+    sessions = SimpleNamespace(token_hash=lambda _uid: "known", forget_token=forgotten.append)
+    context = Outside(meanwhile=place).context(store)
+    await check_tokens(context, cast("Any", sessions))
+    assert forgotten == []
+    await check_tokens(context, cast("Any", sessions))
+    assert forgotten == ["talk"], "it is gone"
 
 
 async def test_one_secret_that_is_refused_hides_no_change_of_another() -> None:
