@@ -8,6 +8,7 @@ the second time.
 from collections.abc import Callable
 from dataclasses import replace
 
+from duplex_api.leases import LEASE_MARGIN_MS
 from duplex_api.metadata import ConditionStatus
 from duplex_api.resolve import retention_ms
 from duplex_api.session import DesiredState, Placement, SessionPhase
@@ -67,7 +68,8 @@ _RETENTION_PASSED: tuple[str, str] = (
 _IDLE_TIMEOUT: tuple[str, str] = ("IdleTimeout", "it had no input for its idleTimeout")
 _QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
-LEASE_MARGIN_MS = 10
+LEASE_LOOK_MS = 10
+"""Behind the instant at which a lease has so much or so little left: no look comes too early."""
 REFUSED_LOOK_S = 5.0
 
 Rule = Callable[[SessionFacts], Action | None]
@@ -83,11 +85,13 @@ def decide(facts: SessionFacts) -> Action:
 
 
 def suspect_look_s(pod: PodView | None) -> float | None:
-    """A session of a suspect pod is looked at when its lease runs out, whatever else is to do; None
-    for one whose pod is not suspect."""
+    """A session of a suspect pod is looked at when its owner stops using its lease, and when that
+    has run out, whatever else is to do; None for one whose pod is not suspect."""
     if pod is None or pod.lease_left_ms is None:
         return None
-    return min((pod.lease_left_ms + LEASE_MARGIN_MS) / 1000, UNHEARD_LOOK_S)
+    used_ms = pod.lease_left_ms - LEASE_MARGIN_MS
+    until_ms = used_ms if used_ms > 0 else pod.lease_left_ms
+    return min((until_ms + LEASE_LOOK_MS) / 1000, UNHEARD_LOOK_S)
 
 
 def when_deleted(facts: SessionFacts) -> Action | None:
@@ -160,6 +164,8 @@ def when_placed(facts: SessionFacts) -> Action | None:
         return _parked_by_its_pod(facts, facts.ledger.reason)
     if dead:
         return _lost(facts, pod.reason, pod.sentence)
+    if ahead := _ahead_of_death(facts, pod):
+        return ahead
     if facts.said is not None and facts.said.phase is FeedPhase.PARKED:
         return _parked_by_its_pod(facts, facts.said.reason)
     refusal = facts.memory.refusal
@@ -254,6 +260,19 @@ def _lost(facts: SessionFacts, reason: str, sentence: str) -> Action:
     if not able:
         return _requeue(facts, reason, sentence)
     return _place(facts) or AskForSlot()
+
+
+def _ahead_of_death(facts: SessionFacts, pod: PodView) -> Action | None:
+    """Its pod is suspect, and nobody uses its lease any more unless it is renewed: another slot,
+    if there is one, whose pod waits for the lease's end. An owner that does renew it goes on, and
+    hands it over once it is heard of again; without another slot nothing has changed for it."""
+    used = pod.lease_left_ms is None or pod.lease_left_ms > LEASE_MARGIN_MS
+    able = isinstance(facts.verdict, Accepted) and facts.token is not None
+    if used or not able or facts.desired is not DesiredState.RUNNING:
+        return None
+    if placed := _place(facts):
+        return placed
+    return AskForSlot() if facts.wait is None else Nothing(queued=True)
 
 
 def _requeue(facts: SessionFacts, reason: str, sentence: str) -> Action:

@@ -49,7 +49,7 @@ from duplex_operator.decide.facts import (
     SessionFacts,
     Token,
 )
-from duplex_operator.decide.lifecycle import UNHEARD_LOOK_S, decide, suspect_look_s
+from duplex_operator.decide.lifecycle import decide
 from duplex_operator.decide.placement import Assignment, Wait, WaitReason
 from duplex_operator.decide.status import (
     build_status,
@@ -182,14 +182,6 @@ def test_a_refusal_is_final_for_that_placement(code: str) -> None:
 def test_a_pod_that_is_not_heard_is_waited_for() -> None:
     unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
     assert decide(replace(placed(), pod=unheard)) == Nothing(0.5)
-
-
-def test_a_suspect_pods_session_is_looked_at_when_its_lease_runs_out() -> None:
-    unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
-    assert suspect_look_s(None) is None
-    assert suspect_look_s(unheard) is None
-    assert suspect_look_s(replace(unheard, lease_left_ms=120)) == pytest.approx(0.13)
-    assert suspect_look_s(replace(unheard, lease_left_ms=2_900)) == UNHEARD_LOOK_S
 
 
 def test_counters_are_no_news() -> None:
