@@ -24,6 +24,7 @@ from duplex_operator.json_text import Event, Page, decoded
 from duplex_operator.lines import LineTooLongError, lines_of
 from duplex_operator.names import FIELD_MANAGER
 from duplex_operator.objects import ObjectKey, RawObject
+from duplex_operator.texts import MOST_NOTE_BYTES, MOST_WORD_BYTES, cut_bytes
 
 log = logging.getLogger(__name__)
 
@@ -331,9 +332,9 @@ class KubernetesApi:
             "eventTime": _micro_time(now),
             "reportingController": f"{API_GROUP}/{FIELD_MANAGER}",
             "reportingInstance": FIELD_MANAGER,
-            "action": action[:128],
-            "reason": reason[:128],
-            "note": note[:LONGEST_MESSAGE],
+            "action": cut_bytes(action, MOST_WORD_BYTES),
+            "reason": cut_bytes(reason, MOST_WORD_BYTES),
+            "note": cut_bytes(note, MOST_NOTE_BYTES),
             "type": str(event_type),
             "regarding": {
                 "apiVersion": regarding.api_version,
