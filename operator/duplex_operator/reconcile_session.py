@@ -21,6 +21,7 @@ from duplex_operator.apply import (
     Regarding,
 )
 from duplex_operator.context import Context
+from duplex_operator.decide import erasing
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
     Action,
@@ -39,7 +40,12 @@ from duplex_operator.decide.actions import (
     WriteStatus,
 )
 from duplex_operator.decide.facts import Refusal, SessionFacts
-from duplex_operator.decide.lifecycle import VOICE_REFUSAL, decide, suspect_look_s
+from duplex_operator.decide.lifecycle import (
+    ERASURE_REFUSED,
+    VOICE_REFUSAL,
+    decide,
+    suspect_look_s,
+)
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.decide.status import status_patch
 from duplex_operator.manifests import manifest_text
@@ -465,7 +471,14 @@ class SessionReconciler:
             await self._context.routes.drop(uid)
         except (SidecarUnreachableError, SidecarRefusalError, LedgerAwayError) as error:
             log.log(retry_level(error), "erasing %s: %s", session.meta.key, error)
-            return Nothing(RETRY_S)
+            if not isinstance(error, SidecarRefusalError) or erasing.passes(error.code):
+                return Nothing(RETRY_S)
+            news = known.memory.erase_refused != str(error)
+            known.memory = erasing.after_refusal(known.memory, str(error), facts.now_ms)
+            if news:
+                note = f"a pod does not erase its ledger: {error}"
+                await self._tell(session, ERASURE_REFUSED, note, warning=True)
+            return None
         known.memory = replace(known.memory, erased=True)
         return None
 

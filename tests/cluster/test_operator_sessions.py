@@ -383,6 +383,27 @@ async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis:
         assert await sweep_once(operator.reign.context) == 0
 
 
+async def test_a_refused_erasure_is_told_once_and_not_asked_for_all_the_time(place: Place) -> None:
+    """A key of its ledger is none of ours, say: the next call will be refused, too."""
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place, erase_bound_s=8.0):
+        await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pod.refuse["POST erase/*"] = (500, "ledger_corrupt")
+        await place.delete_session("talk")
+        await place.gone("talk")
+
+        async def told() -> bool:
+            newest = (await place.events("talk"))[-1]
+            return (newest["action"], "rarely" in newest["note"]) == ("Reconcile", True)
+
+        await until(told, "the Event of its end")
+        reasons = [event["reason"] for event in await place.events("talk")]
+        assert reasons.count("ErasureRefused") == 2, "refused for the first time, and at the end"
+        assert 1 <= pod.calls.count("POST erase/*") <= 4
+
+
 async def test_a_restarted_operator_leaves_live_sessions_alone(place: Place) -> None:
     await place.make_pool()
     pod = await place.make_pod("pod-a")

@@ -59,6 +59,8 @@ _FINAL_REFUSALS = {
 }
 VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
+ERASURE_REFUSED = "ErasureRefused"
+"""Why a session goes whose ledger stays; also told when it is refused for the first time."""
 LEDGER_LOST = "ledger_lost"
 """Code of the refusal to begin anew what was told to go on."""
 _RETENTION_PASSED: tuple[str, str] = (
@@ -101,15 +103,20 @@ def when_deleted(facts: SessionFacts) -> Action | None:
         return None
     if SESSION_FINALIZER not in meta.finalizers:
         return Nothing()
-    overdue = facts.now_ms - meta.deleted_ms >= facts.limits.erase_bound_ms
+    left_ms = meta.deleted_ms + facts.limits.erase_bound_ms - facts.now_ms
+    overdue = left_ms <= 0
     runs_on = _runs_on(facts)
     if runs_on and not overdue:
         return End(runs_on, "Deleted")
     if not facts.memory.erased and not overdue:
-        return Erase()
+        pause_ms = min(facts.memory.erase_again_ms - facts.now_ms, left_ms)
+        return Nothing(pause_ms / 1000) if pause_ms > 0 else Erase()
     if facts.memory.erased:
         sentence = "ended; its ledger and route record are erased"
         return RemoveFinalizer("Erased", sentence, warning=False)
+    if why := facts.memory.erase_refused:
+        sentence = f"its ledger is not erased, which is tried again ever more rarely: {why}"
+        return RemoveFinalizer(ERASURE_REFUSED, sentence, warning=True)
     sentence = "its ledger cannot be reached; it is erased when it can, or when it expires"
     return RemoveFinalizer("ErasurePending", sentence, warning=True)
 

@@ -22,6 +22,7 @@ from duplex_gateway.decide import LeaseView
 from duplex_gateway.decide import Wait as Wait_
 from duplex_gateway.decide import WaitReason as GatewayReason
 from duplex_gateway.decide import decide as of_gateway
+from duplex_operator.decide import erasing
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
     Action,
@@ -475,6 +476,25 @@ def test_deletion_ends_erases_and_lets_go() -> None:
     assert (action.reason, action.warning) == ("ErasurePending", True)
     gone = replace(leaving.session, meta=replace(meta, finalizers=("other",)))
     assert decide(replace(leaving, session=gone)) == Nothing()
+
+
+def test_an_erasure_that_is_refused_is_asked_for_ever_more_rarely_within_its_bound() -> None:
+    running = placed(SessionPhase.READY, said=said())
+    meta = replace(running.session.meta, deleted_ms=NOW_MS)
+    here = replace(running, session=replace(running.session, meta=meta), pod=DEAD)
+    memory, asked_ms = Memory(), list[int]()
+    why = "ledger_corrupt: key meta has a foreign type"
+    while isinstance(action := decide(replace(here, memory=memory)), Erase | Nothing):
+        if isinstance(action, Erase):
+            asked_ms.append(here.now_ms - NOW_MS)
+            memory = erasing.after_refusal(memory, why, here.now_ms)
+        else:
+            assert action.after_s is not None
+            here = replace(here, now_ms=here.now_ms + round(action.after_s * 1000))
+    assert asked_ms == [0, 1_000, 3_000, 7_000, 15_000]
+    assert isinstance(action, RemoveFinalizer)
+    assert (here.now_ms - NOW_MS, action.reason, action.warning) == (30_000, "ErasureRefused", True)
+    assert why in action.sentence
 
 
 def test_what_is_refused_is_told_and_live_sessions_are_left_alone() -> None:
