@@ -179,7 +179,9 @@ def when_placed(facts: SessionFacts) -> Action | None:
     if refusal is not None and refusal.fence == placement.fence:
         return _refused(facts, refusal.code, refusal.message)
     if facts.desired is DesiredState.PARKED and facts.said is not None:
-        return _park(facts, placement.pod_uid)
+        # It may have to wait, for the ledger say, and that is to be seen.
+        parking, seen = _park(facts, placement.pod_uid), _reflect(facts, placement)
+        return parking if isinstance(parking, Park) or isinstance(seen, Nothing) else seen
     if facts.said is not None:
         changed = _changed_token(facts, placement)
         return changed or _leave(facts, placement) or _reflect(facts, placement)
