@@ -31,7 +31,8 @@ TOKEN_GRUDGE_MS = 5_000
 REFRESH_READ_MS = 600_000
 POD_GRUDGE_MS = 60_000
 UNKNOWN_LEASE_MS = 1_000
-"""What is taken to be left of a suspect pod's lease while the ledger does not answer."""
+"""What is taken to be left of a suspect pod's lease while the ledger does not answer: its owner may
+be using it."""
 _LEDGER_PHASES = {"": LedgerPhase.NONE, "parked": LedgerPhase.PARKED, "ended": LedgerPhase.ENDED}
 
 

@@ -28,7 +28,7 @@ from duplex_operator.objects import (
 )
 from duplex_operator.pool_look import PoolLook
 from duplex_operator.pool_report import PoolReport
-from duplex_operator.pool_view import own_pods, sessions_of, talkers_on
+from duplex_operator.pool_view import is_occupied, own_pods, sessions_of, talkers_on
 from duplex_operator.resources.pods import PodBlueprint, pod_name
 from duplex_operator.sidecar_client import (
     SidecarClient,
@@ -139,7 +139,7 @@ class PodActions:
         off where the last session has left."""
         for uid in (view.uid for view in views if view.uid not in look.memory.deleted):
             await self._context.occupancy.settle(
-                uid, lambda uid=uid: bool(sessions_of(self._context, uid)), look.now_ms
+                uid, lambda uid=uid: is_occupied(self._context, uid), look.now_ms
             )
 
     async def empty_pods(self, look: PoolLook) -> None:

@@ -160,7 +160,8 @@ class PoolReconciler:
                 "metadata": {
                     name: budget["metadata"][name] for name in ("labels", "ownerReferences")
                 },
-                "spec": budget["spec"],
+                # Earlier releases said it by that, and both together are refused.
+                "spec": budget["spec"] | {"maxUnavailable": None},
             }
             await self._context.api.patch(PDBS, key, patch, version=None)
         except RefusedError as error:

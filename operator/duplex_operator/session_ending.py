@@ -4,10 +4,13 @@ import logging
 from dataclasses import replace
 
 from duplex_operator.context import Context
+from duplex_operator.decide import erasing
 from duplex_operator.decide.actions import RETRY_S, End, Erase, Nothing, Park
 from duplex_operator.decide.facts import SessionFacts
+from duplex_operator.decide.lifecycle import ERASURE_REFUSED
 from duplex_operator.observe import Known
 from duplex_operator.routes import LedgerAwayError
+from duplex_operator.session_writes import tell
 from duplex_operator.sidecar_client import (
     SidecarRefusalError,
     SidecarUnreachableError,
@@ -20,7 +23,7 @@ log = logging.getLogger(__name__)
 async def take_off(
     context: Context, facts: SessionFacts, known: Known, action: Park | End | Erase
 ) -> Nothing | None:
-    """None: it is done, decide again at once."""
+    """None: it was answered, decide again at once. Raises ApiError."""
     try:
         match action:
             case Park():
@@ -71,7 +74,25 @@ async def _erase(context: Context, facts: SessionFacts, known: Known) -> bool:
         client = context.fleet.any_client()
         if client is None:
             return False
-        await client.erase(uid)
+        try:
+            await client.erase(uid)
+        except SidecarRefusalError as error:
+            if erasing.passes(error.code):
+                raise
+            await _note_refusal(context, facts, known, error)
+            return True
     await context.routes.drop(uid)
     known.memory = replace(known.memory, erased=True)
     return True
+
+
+async def _note_refusal(
+    context: Context, facts: SessionFacts, known: Known, error: SidecarRefusalError
+) -> None:
+    """One that will be the same the next time: told once, and asked for ever more rarely."""
+    log.log(retry_level(error), "erase %s: %s", facts.session.meta.key, error)
+    news = known.memory.erase_refused != str(error)
+    known.memory = erasing.after_refusal(known.memory, str(error), facts.now_ms)
+    if news:
+        note = f"a pod does not erase its ledger: {error}"
+        await tell(context, facts.session, ERASURE_REFUSED, note, warning=True)

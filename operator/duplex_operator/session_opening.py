@@ -13,7 +13,7 @@ from duplex_operator.context import Context
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import RETRY_S, SOON_S, HandOver, Nothing, Open
 from duplex_operator.decide.facts import Refusal, SessionFacts
-from duplex_operator.decide.lifecycle import VOICE_REFUSAL
+from duplex_operator.decide.lifecycle import LEDGER_LOST, VOICE_REFUSAL
 from duplex_operator.manifests import manifest_text
 from duplex_operator.objects import PodPhase, SessionObject
 from duplex_operator.observe import Known
@@ -21,6 +21,7 @@ from duplex_operator.sidecar_client import (
     SidecarClient,
     SidecarRefusalError,
     SidecarUnreachableError,
+    retry_level,
 )
 from duplex_operator.voices import VoiceUnusableError, obtain_voice
 
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 REFUSED_FOR_S = 2.0
 """How long a pod that had no room is left alone."""
+TELL_AGAIN_MS = 5_000
+_OVER = frozenset(("session_ended", "stale_fence", LEDGER_LOST))
+"""Refusals of an order about a session that runs there, after which it does not."""
 _FULL = frozenset(("no_slot", "draining"))
 _LATER = frozenset(("not_ready", "ledger_unavailable", "unauthorized", "session_busy", ""))
 
@@ -50,6 +54,8 @@ async def open_on_pod(
     except VoiceUnusableError as error:
         return _voiceless(facts, known, action, error)
     except SidecarUnreachableError as error:
+        if facts.said is not None:
+            return _tell_later(facts, known, error)
         log.info("opening %s on %s: %s", facts.session.meta.key, action.pod_uid, error)
         return Nothing(SOON_S)
     except SidecarRefusalError as error:
@@ -140,7 +146,7 @@ def _voiceless(
 ) -> Nothing | None:
     """Its voice's object has gone or changed since the session was accepted."""
     if facts.said is not None:
-        return Nothing(RETRY_S)  # it runs there, and has its voice
+        return _tell_later(facts, known, error)  # it runs there, and has its voice
     known.memory = replace(
         known.memory,
         refused_spec=Refused(RefusalReason.VOICE_UNUSABLE, str(error)),
@@ -153,6 +159,8 @@ def _voiceless(
 def _refused(
     context: Context, facts: SessionFacts, known: Known, action: Open, error: SidecarRefusalError
 ) -> Nothing | None:
+    if facts.said is not None and error.code not in _OVER:
+        return _tell_later(facts, known, error)
     if error.code in _LATER or (error.status >= 500 and error.code not in _FULL):
         return Nothing(SOON_S)
     if error.code in _FULL:
@@ -165,3 +173,10 @@ def _refused(
     known.memory = replace(known.memory, refusal=refusal)
     log.info("opening %s: %s", facts.session.meta.key, error)
     return None
+
+
+def _tell_later(facts: SessionFacts, known: Known, error: Exception) -> None:
+    """It runs there, and is not to be moved nor left unlooked at because its sidecar cannot be told
+    of a changed token: its ledger is away, say, or its voice has been replaced."""
+    log.log(retry_level(error), "telling %s its token: %s", facts.session.meta.key, error)
+    known.memory = replace(known.memory, told_from_ms=facts.now_ms + TELL_AGAIN_MS)

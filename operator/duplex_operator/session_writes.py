@@ -32,7 +32,7 @@ async def remove_finalizer(
     kept = tuple(name for name in session.meta.finalizers if name != SESSION_FINALIZER)
     await _write_finalizers(context, session, kept)
     # Told once: a conflict above makes this begin again.
-    await _tell(context, session, action)
+    await tell(context, session, action.reason, action.sentence, warning=action.warning)
 
 
 async def write_status(context: Context, session: SessionObject, status: SessionStatus) -> None:
@@ -61,7 +61,8 @@ async def report_status(
     if placement is not None and status.placement is None:
         context.fleet.forget_session(placement.pod_uid, facts.session.meta.uid)
     if action.event:
-        await _tell(context, facts.session, action)
+        session = facts.session
+        await tell(context, session, action.reason, action.sentence, warning=action.warning)
 
 
 async def delete_object(context: Context, session: SessionObject) -> None:
@@ -80,25 +81,26 @@ async def read_again(context: Context, session: SessionObject) -> bool:
     return context.store.sessions.get(key) is not session
 
 
+async def tell(
+    context: Context, session: SessionObject, reason: str, sentence: str, *, warning: bool
+) -> None:
+    """An Event. One that is lost stops nothing."""
+    await tell_event(
+        context.api,
+        SESSION_KIND,
+        session.meta,
+        reason=reason,
+        note=sentence,
+        action="Reconcile",
+        warning=warning,
+    )
+
+
 async def _write_finalizers(
     context: Context, session: SessionObject, names: tuple[str, ...]
 ) -> None:
     meta, body = session.meta, {"metadata": {"finalizers": list(names)}}
     _take(context, await context.api.patch(SESSIONS, meta.key, body, version=meta.version))
-
-
-async def _tell(
-    context: Context, session: SessionObject, action: RemoveFinalizer | WriteStatus
-) -> None:
-    await tell_event(
-        context.api,
-        SESSION_KIND,
-        session.meta,
-        reason=action.reason,
-        note=action.sentence,
-        action="Reconcile",
-        warning=action.warning,
-    )
 
 
 def _take(context: Context, raw: RawObject) -> None:

@@ -231,7 +231,7 @@ async def test_hostile_strings_stay_strings(
             assert record is not None
             assert record.session == f"{place.namespace}/{name}"
         # A sidecar that lies, too.
-        await pod.end(uids["escapes"], "\x1b[2J\n{{}}" + "y" * 4_000)
+        await pod.end(uids["escapes"], "\x1b[2J\n{{}}" + "yé" * 2_000)
         status = await place.phase("escapes", "Ended")
         assert status["reason"].isalnum()
 

@@ -244,6 +244,41 @@ async def test_a_hung_pod_is_left_when_its_lease_has_run_out(place: Place) -> No
         assert not other.broken
 
 
+async def test_a_pod_that_was_only_held_up_hands_its_session_over(place: Place) -> None:
+    """It is back when its session has another slot already, and renews the lease: nobody takes it
+    away, and it changes pods once."""
+    await place.make_pool()
+    held_up = await place.make_pod("pod-a")
+    async with operating(place) as running:
+        uid = await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        held_up.attach(uid)
+        held_up.talk(uid, 5)
+        await place.phase("talk", "Active")
+        other = await place.make_pod("pod-b")
+        # However slow this machine is: the other one gets to the lease behind its renewal.
+        other.refuse["PUT sessions/*"] = (503, "not_ready")
+        await running.hears(other)
+        held_up.hang()
+
+        async def placed_there() -> bool:
+            return (await place.status("talk"))["placement"]["pod"] == "pod-b"
+
+        await until(placed_there, "placed on the other pod")
+        assert uid in held_up.sessions
+        await held_up.resume()
+
+        async def handed_over() -> bool:
+            return place.owner_of(uid) == ["pod-b"]
+
+        await until(handed_over, "handed over")
+        status = await place.phase("talk", "Ready", "Active")
+        assert (status["placement"]["pod"], status["placement"]["fence"]) == ("pod-b", 2)
+        assert held_up.calls.count("POST sessions/*/hand-over", uid) == 1
+        assert held_up.calls.count("POST sessions/*/park", uid) == 0
+        assert other.calls.count("POST sessions/*/prepare", uid) == 1
+
+
 async def test_a_replica_that_starts_again_gets_a_larger_fence(
     place: Place, valkey: EmbeddedValkey
 ) -> None:
@@ -348,6 +383,27 @@ async def test_an_unreachable_ledger_never_holds_a_deletion(place: Place, redis:
         assert await sweep_once(operator.reign.context) == 1
         assert await ledger_phase(redis, uid) == "erased"
         assert await sweep_once(operator.reign.context) == 0
+
+
+async def test_a_refused_erasure_is_told_once_and_not_asked_for_all_the_time(place: Place) -> None:
+    """A key of its ledger is none of ours, say: the next call will be refused, too."""
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place, erase_bound_s=8.0):
+        await place.make_session("talk")
+        await place.phase("talk", "Ready")
+        pod.refuse["POST erase/*"] = (500, "ledger_corrupt")
+        await place.delete_session("talk")
+        await place.gone("talk")
+
+        async def told() -> bool:
+            newest = (await place.events("talk"))[-1]
+            return (newest["action"], "rarely" in newest["note"]) == ("Reconcile", True)
+
+        await until(told, "the Event of its end")
+        reasons = [event["reason"] for event in await place.events("talk")]
+        assert reasons.count("ErasureRefused") == 2, "refused for the first time, and at the end"
+        assert 1 <= pod.calls.count("POST erase/*") <= 4
 
 
 async def test_a_restarted_operator_leaves_live_sessions_alone(place: Place) -> None:

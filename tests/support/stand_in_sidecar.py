@@ -8,7 +8,7 @@ import hmac
 import json
 import ssl
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -166,6 +166,20 @@ class StandInSidecar:
         """Nothing is said, answered or renewed any more, though the sockets stay open."""
         self._speaks.clear()
 
+    async def resume(self) -> None:
+        """It was only held up: it renews what is still its own, and goes on."""
+        for uid, session in list(self.sessions.items()):
+            found = self._redis.hmget(_meta(uid), "replica", "fence")
+            if await cast("Awaitable[list[str | None]]", found) != [
+                self.replica,
+                str(session.fence),
+            ]:
+                del self.sessions[uid]
+                session.phase, session.reason = "gone", "lease_lost"
+                self._say(self.line(session))
+        await self._renew()
+        self._speaks.set()
+
     # The admin API
 
     @web.middleware
@@ -211,6 +225,8 @@ class StandInSidecar:
         verdict = await acquire()
         if verdict == "held" and await self._break_lease(uid):
             verdict = await acquire()
+        elif verdict == "held":
+            verdict = await self._wait_for_lease(uid, acquire)
         if verdict != "ok":
             code = {"stale": "stale_fence", "held": "not_ready"}.get(verdict, f"session_{verdict}")
             return _refuse({"stale": 409, "held": 503}.get(verdict, 410), code)
@@ -223,6 +239,19 @@ class StandInSidecar:
         await self._offer_token(uid, body["tokenHash"])
         self._say(self.line(session))
         return web.json_response({"session": uid, "phase": session.phase, "fence": fence})
+
+    async def _wait_for_lease(self, uid: str, acquire: Callable[[], Awaitable[str]]) -> str:
+        """As the real one: until it has run out, or until its owner renews it."""
+
+        async def until_ms() -> int:
+            found = cast("Awaitable[str | None]", self._redis.hget(_meta(uid), "until"))
+            return int(await found or 0)
+
+        first_ms, verdict = await until_ms(), "held"
+        while verdict == "held" and await until_ms() <= first_ms:
+            await asyncio.sleep(LOOK_S)
+            verdict = await acquire()
+        return verdict
 
     async def _offer_token(self, uid: str, token_sha256: str) -> None:
         """As the real one: what lets in does so until somebody talks under another one."""
@@ -390,12 +419,15 @@ class StandInSidecar:
             await asyncio.sleep(BEAT_S)
             await self._speaks.wait()
             self._say({"kind": "beat"})
-            until = time.time_ns() // 1_000_000 + LEASE_MS
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for uid in self.sessions:
-                    pipeline.hset(_meta(uid), "until", str(until))
-                await pipeline.execute()
+            await self._renew()
             raise_if_cancelled()
+
+    async def _renew(self) -> None:
+        until = time.time_ns() // 1_000_000 + LEASE_MS
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for uid in self.sessions:
+                pipeline.hset(_meta(uid), "until", str(until))
+            await pipeline.execute()
 
 
 def sha256(token: str) -> str:

@@ -8,6 +8,7 @@ the second time.
 from collections.abc import Callable
 from dataclasses import replace
 
+from duplex_api.leases import LEASE_MARGIN_MS
 from duplex_api.metadata import ConditionStatus
 from duplex_api.resolve import retention_ms
 from duplex_api.session import DesiredState, Placement, SessionPhase
@@ -58,6 +59,8 @@ _FINAL_REFUSALS = {
 }
 VOICE_REFUSAL = "voice_unusable"
 """Code of the one refusal that is not a pod's."""
+ERASURE_REFUSED = "ErasureRefused"
+"""Why a session goes whose ledger stays; also told when it is refused for the first time."""
 LEDGER_LOST = "ledger_lost"
 """Code of the refusal to begin anew what was told to go on."""
 _RETENTION_PASSED: tuple[str, str] = (
@@ -67,7 +70,8 @@ _RETENTION_PASSED: tuple[str, str] = (
 _IDLE_TIMEOUT: tuple[str, str] = ("IdleTimeout", "it had no input for its idleTimeout")
 _QUEUEING = (WriteStatus, Nothing)
 UNHEARD_LOOK_S = 0.5
-LEASE_MARGIN_MS = 10
+LEASE_LOOK_MS = 10
+"""Behind the instant at which a lease has so much or so little left: no look comes too early."""
 REFUSED_LOOK_S = 5.0
 
 Rule = Callable[[SessionFacts], Action | None]
@@ -83,11 +87,13 @@ def decide(facts: SessionFacts) -> Action:
 
 
 def suspect_look_s(pod: PodView | None) -> float | None:
-    """A session of a suspect pod is looked at when its lease runs out, whatever else is to do; None
-    for one whose pod is not suspect."""
+    """A session of a suspect pod is looked at when its owner stops using its lease, and when that
+    has run out, whatever else is to do; None for one whose pod is not suspect."""
     if pod is None or pod.lease_left_ms is None:
         return None
-    return min((pod.lease_left_ms + LEASE_MARGIN_MS) / 1000, UNHEARD_LOOK_S)
+    used_ms = pod.lease_left_ms - LEASE_MARGIN_MS
+    until_ms = used_ms if used_ms > 0 else pod.lease_left_ms
+    return min((until_ms + LEASE_LOOK_MS) / 1000, UNHEARD_LOOK_S)
 
 
 def when_deleted(facts: SessionFacts) -> Action | None:
@@ -97,15 +103,20 @@ def when_deleted(facts: SessionFacts) -> Action | None:
         return None
     if SESSION_FINALIZER not in meta.finalizers:
         return Nothing()
-    overdue = facts.now_ms - meta.deleted_ms >= facts.limits.erase_bound_ms
+    left_ms = meta.deleted_ms + facts.limits.erase_bound_ms - facts.now_ms
+    overdue = left_ms <= 0
     runs_on = _runs_on(facts)
     if runs_on and not overdue:
         return End(runs_on, "Deleted")
     if not facts.memory.erased and not overdue:
-        return Erase()
+        pause_ms = min(facts.memory.erase_again_ms - facts.now_ms, left_ms)
+        return Nothing(pause_ms / 1000) if pause_ms > 0 else Erase()
     if facts.memory.erased:
         sentence = "ended; its ledger and route record are erased"
         return RemoveFinalizer("Erased", sentence, warning=False)
+    if why := facts.memory.erase_refused:
+        sentence = f"its ledger is not erased, which is tried again ever more rarely: {why}"
+        return RemoveFinalizer(ERASURE_REFUSED, sentence, warning=True)
     sentence = "its ledger cannot be reached; it is erased when it can, or when it expires"
     return RemoveFinalizer("ErasurePending", sentence, warning=True)
 
@@ -160,13 +171,17 @@ def when_placed(facts: SessionFacts) -> Action | None:
         return _parked_by_its_pod(facts, facts.ledger.reason)
     if dead:
         return _lost(facts, pod.reason, pod.sentence)
+    if ahead := _ahead_of_death(facts, pod):
+        return ahead
     if facts.said is not None and facts.said.phase is FeedPhase.PARKED:
         return _parked_by_its_pod(facts, facts.said.reason)
     refusal = facts.memory.refusal
     if refusal is not None and refusal.fence == placement.fence:
         return _refused(facts, refusal.code, refusal.message)
     if facts.desired is DesiredState.PARKED and facts.said is not None:
-        return _park(facts, placement.pod_uid)
+        # It may have to wait, for the ledger say, and that is to be seen.
+        parking, seen = _park(facts, placement.pod_uid), _reflect(facts, placement)
+        return parking if isinstance(parking, Park) or isinstance(seen, Nothing) else seen
     if facts.said is not None:
         changed = _changed_token(facts, placement)
         return changed or _leave(facts, placement) or _reflect(facts, placement)
@@ -256,6 +271,19 @@ def _lost(facts: SessionFacts, reason: str, sentence: str) -> Action:
     return _place(facts) or AskForSlot()
 
 
+def _ahead_of_death(facts: SessionFacts, pod: PodView) -> Action | None:
+    """Its pod is suspect, and nobody uses its lease any more unless it is renewed: another slot,
+    if there is one, whose pod waits for the lease's end. An owner that does renew it goes on, and
+    hands it over once it is heard of again; without another slot nothing has changed for it."""
+    used = pod.lease_left_ms is None or pod.lease_left_ms > LEASE_MARGIN_MS
+    able = isinstance(facts.verdict, Accepted) and facts.token is not None
+    if used or not able or facts.desired is not DesiredState.RUNNING:
+        return None
+    if placed := _place(facts):
+        return placed
+    return AskForSlot() if facts.wait is None else Nothing(queued=True)
+
+
 def _requeue(facts: SessionFacts, reason: str, sentence: str) -> Action:
     phase = SessionPhase.MOVING if _ran(facts) else SessionPhase.QUEUED
     status = build_status(facts, phase, reason, sentence, placement=None)
@@ -332,7 +360,8 @@ def _fetch(facts: SessionFacts, placement: Placement) -> Action | None:
 def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:
     """Its sidecar still lets the old token in: opening it again tells the new one."""
     live = facts.pod is not None and facts.pod.health is PodHealth.LIVE
-    if facts.memory.token_untold and facts.token is not None and live:
+    due = facts.memory.token_untold and facts.now_ms >= facts.memory.told_from_ms
+    if due and facts.token is not None and live:
         return Open(placement.pod_uid, placement.fence, "", goes_on=has_history(facts))
     return None
 

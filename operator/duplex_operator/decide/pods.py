@@ -18,6 +18,8 @@ IDLE_BEFORE_SCALE_DOWN_MS = 300_000
 """An empty pod that only autoscaling would remove is kept this long."""
 SURGE_PATIENCE_MS = 60_000
 """A pod above the wanted number that no node has had room for this long: there is no room."""
+LEDGER_LOOK_MS = 5_000
+"""Between two looks at a drain that only waits for the ledger, of which there are news anyway."""
 FIRST_BACKOFF_MS = 10_000
 LONGEST_BACKOFF_MS = 600_000
 WORKED_MS = 600_000
@@ -29,7 +31,7 @@ class PodState(StrEnum):
     READY = "Ready"
     WAITING = "Waiting"
     """Its sidecar is up, though it does not count as ready: the ledger is away, or has just come
-    back. What runs there goes on when it does."""
+    back. What runs there goes on when it does. Or its sidecar has not been heard yet."""
     BROKEN = "Broken"
     """It will not become ready: its containers keep ending, or it runs without becoming so."""
     LOST = "Lost"
@@ -124,10 +126,12 @@ Action = CreatePods | MarkPod | DeletePod
 
 @dataclass(slots=True)
 class _Draft:
-    """The decision while it is made. staying: pods that nobody has decided against."""
+    """The decision while it is made. any_ready: whether a pod of the pool is, which shows that the
+    ledger is there. staying: pods that nobody has decided against."""
 
     plan: PoolPlan
     now_ms: int
+    any_ready: bool
     actions: list[Action] = field(default_factory=list)
     staying: list[PodView] = field(default_factory=list)
     holding: int = 0
@@ -168,7 +172,7 @@ class PodDecision:
 
 def decide_pods(plan: PoolPlan, pods: Sequence[PodView], now_ms: int) -> PodDecision:
     """The rules, in order. What one has decided, the next ones take as done."""
-    draft = _Draft(plan, now_ms)
+    draft = _Draft(plan, now_ms, any(pod.state is PodState.READY for pod in pods))
     present = [pod for pod in pods if pod.state is not PodState.DELETING]
     for pod in present:
         _look_at(draft, pod)
@@ -209,12 +213,20 @@ def _go_on(draft: _Draft, pod: PodView) -> None:
             draft.actions.append(
                 MarkPod(pod, Mark.DRAINING, "Finished", "its last session has ended")
             )
+    elif draft.now_ms >= over_ms and _waits_for_ledger(draft, pod):
+        draft.look_again(draft.now_ms + LEDGER_LOOK_MS)
     elif draft.now_ms >= over_ms:
         draft.actions.append(
             DeletePod(pod, "DrainBoundPassed", "the bound of its drain has passed")
         )
     else:
         draft.look_again(over_ms)
+
+
+def _waits_for_ledger(draft: _Draft, pod: PodView) -> bool:
+    """With the ledger away for all nobody can take over what it has, and if that comes back shorter
+    than it was, only those who still run can mend it. A pod whose node is going goes with it."""
+    return pod.state is PodState.WAITING and not draft.any_ready and pod.leave is None
 
 
 def _needs_no_word(pod: PodView) -> bool:

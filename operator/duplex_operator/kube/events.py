@@ -11,12 +11,9 @@ from duplex_operator.kube.errors import ApiError
 from duplex_operator.kube.resources import EVENTS
 from duplex_operator.names import FIELD_MANAGER
 from duplex_operator.objects import Meta
+from duplex_operator.texts import MOST_NOTE_BYTES, MOST_WORD_BYTES, cut_bytes
 
 log = logging.getLogger(__name__)
-
-LONGEST_WORD = 128
-LONGEST_NOTE = 1024
-"""Both are the API server's, which refuses longer ones."""
 
 
 async def tell_event(
@@ -32,9 +29,9 @@ async def tell_event(
     """One Event about an object of ours. kind: of that object. Its loss is logged and stops
     nothing: Events inform, they decide nothing. Raises NotLeadingError."""
     body = _event(kind, meta, time.time_ns()) | {
-        "reason": reason[:LONGEST_WORD],
-        "note": note[:LONGEST_NOTE],
-        "action": action[:LONGEST_WORD],
+        "reason": cut_bytes(reason, MOST_WORD_BYTES),
+        "note": cut_bytes(note, MOST_NOTE_BYTES),
+        "action": cut_bytes(action, MOST_WORD_BYTES),
         "type": "Warning" if warning else "Normal",
     }
     try:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
+from duplex_api.leases import LEASE_MARGIN_MS
 from duplex_sidecar.ledger.errors import LeaseLost, LedgerError, LedgerUnavailable
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 LEASE_MS = 3_000
 RENEW_PERIOD_MS = 1_000
 RETRY_PERIOD_MS = 150
-MARGIN_MS = 500
+MARGIN_MS = LEASE_MARGIN_MS
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -129,13 +129,18 @@ class Owners:
         self, session: str, fence: int | None = None, *, timeout_s: float = ACQUIRE_TIMEOUT_S
     ) -> Lease:
         """Wait for the lease of a lost owner to run out, or break it where its death is proven.
-        Raises ClientError NOT_READY after the time, and what the ledger refuses."""
+        Raises ClientError NOT_READY after the time, and what the ledger refuses. fence: of an
+        operator, who is told at once that the owner lives: it knows what to do then."""
         deadline = asyncio.get_running_loop().time() + timeout_s
+        least_ms = None
         while True:
             try:
                 return await self.acquire_if_free(session, fence)
             except LeaseHeld as held:
                 wait_s = held.remaining_ms / 1000
+                if fence is not None and least_ms is not None and held.remaining_ms > least_ms:
+                    raise ClientError(ErrorCode.NOT_READY, "its owner renews its lease") from held
+                least_ms = held.remaining_ms
             except LeaseSettling as settling:
                 wait_s = settling.wait_ms / 1000
             if asyncio.get_running_loop().time() + min(wait_s, _ACQUIRE_POLL_S) > deadline:

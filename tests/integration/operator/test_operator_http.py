@@ -346,7 +346,7 @@ async def test_nothing_is_written_without_the_lead(stub: tuple[ApiStub, str]) ->
 async def test_a_delete_names_its_object_and_a_lost_event_stops_nothing(
     api: KubernetesApi, stub: tuple[ApiStub, str]
 ) -> None:
-    stub[0].script = [answer(404), answer(403)]
+    stub[0].script = [answer(404), answer(403), answer(201)]
     await api.delete(PODS, KEY, uid="u1", grace_s=5)
     assert stub[0].asked[0][3] == {
         "preconditions": {"uid": "u1"},
@@ -364,6 +364,8 @@ async def test_a_delete_names_its_object_and_a_lost_event_stops_nothing(
         "namespace": "default",
         "uid": "u1",
     }
+    await tell_event(api, SESSION_KIND, about, reason="Ready", note="né " * 500, action="Reconcile")
+    assert stub[0].asked[2][3]["note"] == "né " * 256
 
 
 async def test_an_api_server_that_is_away_is_told_so() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_api.metadata import ConditionStatus
 from duplex_api.routes import RouteRecord
 from duplex_api.session import (
     DesiredState,
@@ -22,6 +23,7 @@ from duplex_gateway.decide import LeaseView
 from duplex_gateway.decide import Wait as Wait_
 from duplex_gateway.decide import WaitReason as GatewayReason
 from duplex_gateway.decide import decide as of_gateway
+from duplex_operator.decide import erasing
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused
 from duplex_operator.decide.actions import (
     Action,
@@ -49,9 +51,10 @@ from duplex_operator.decide.facts import (
     SessionFacts,
     Token,
 )
-from duplex_operator.decide.lifecycle import UNHEARD_LOOK_S, decide, suspect_look_s
+from duplex_operator.decide.lifecycle import decide
 from duplex_operator.decide.placement import Assignment, Wait, WaitReason
 from duplex_operator.decide.status import (
+    LEDGER_DURABLE,
     build_status,
     condition_of,
     is_news,
@@ -182,14 +185,6 @@ def test_a_refusal_is_final_for_that_placement(code: str) -> None:
 def test_a_pod_that_is_not_heard_is_waited_for() -> None:
     unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
     assert decide(replace(placed(), pod=unheard)) == Nothing(0.5)
-
-
-def test_a_suspect_pods_session_is_looked_at_when_its_lease_runs_out() -> None:
-    unheard = PodView("uid-a", "pod-a", PodHealth.UNHEARD)
-    assert suspect_look_s(None) is None
-    assert suspect_look_s(unheard) is None
-    assert suspect_look_s(replace(unheard, lease_left_ms=120)) == pytest.approx(0.13)
-    assert suspect_look_s(replace(unheard, lease_left_ms=2_900)) == UNHEARD_LOOK_S
 
 
 def test_counters_are_no_news() -> None:
@@ -446,7 +441,19 @@ def test_the_owners_wish() -> None:
     wish = {"desiredState": "Parked"}
     assert decide(placed(SessionPhase.READY, said=said(), spec=wish)) == Park("uid-a")
     asked = Memory(asked_park_ms=NOW_MS - 500)
-    assert decide(placed(SessionPhase.READY, said=said(), spec=wish, memory=asked)) == Nothing(1.5)
+    waits = placed(SessionPhase.READY, said=said(), spec=wish, memory=asked)
+    told = decide(waits)
+    assert isinstance(told, WriteStatus)
+    waits = replace(waits, session=replace(waits.session, status=told.status))
+    assert decide(waits) == Nothing(1.5)
+    # Why it takes so long is told, and it is asked again all the same.
+    away = decide(replace(waits, said=said(ledger_durable=False)))
+    assert isinstance(away, WriteStatus)
+    durable = condition_of(away.status, LEDGER_DURABLE)
+    assert durable is not None
+    assert durable.status is ConditionStatus.FALSE
+    late = replace(waits, said=said(ledger_durable=False), now_ms=NOW_MS + 1_500)
+    assert decide(late) == Park("uid-a")
     action = decide(facts(session(**wish)))
     assert isinstance(action, WriteStatus)
     assert (action.status.phase, action.reason) == (SessionPhase.PARKED, "Requested")
@@ -483,6 +490,25 @@ def test_deletion_ends_erases_and_lets_go() -> None:
     assert (action.reason, action.warning) == ("ErasurePending", True)
     gone = replace(leaving.session, meta=replace(meta, finalizers=("other",)))
     assert decide(replace(leaving, session=gone)) == Nothing()
+
+
+def test_an_erasure_that_is_refused_is_asked_for_ever_more_rarely_within_its_bound() -> None:
+    running = placed(SessionPhase.READY, said=said())
+    meta = replace(running.session.meta, deleted_ms=NOW_MS)
+    here = replace(running, session=replace(running.session, meta=meta), pod=DEAD)
+    memory, asked_ms = Memory(), list[int]()
+    why = "ledger_corrupt: key meta has a foreign type"
+    while isinstance(action := decide(replace(here, memory=memory)), Erase | Nothing):
+        if isinstance(action, Erase):
+            asked_ms.append(here.now_ms - NOW_MS)
+            memory = erasing.after_refusal(memory, why, here.now_ms)
+        else:
+            assert action.after_s is not None
+            here = replace(here, now_ms=here.now_ms + round(action.after_s * 1000))
+    assert asked_ms == [0, 1_000, 3_000, 7_000, 15_000]
+    assert isinstance(action, RemoveFinalizer)
+    assert (here.now_ms - NOW_MS, action.reason, action.warning) == (30_000, "ErasureRefused", True)
+    assert why in action.sentence
 
 
 def test_what_is_refused_is_told_and_live_sessions_are_left_alone() -> None:

@@ -23,6 +23,7 @@ from duplex_operator.main import end_all_timeout_s
 from duplex_operator.manifests import manifest_text
 from duplex_operator.objects import PoolObject, SessionObject, read_pool, read_session
 from duplex_operator.settings import OperatorSettings
+from duplex_operator.texts import cut_bytes
 from duplex_operator.tokens import TokenUnusableError, token_hash
 
 pytestmark = pytest.mark.unit
@@ -278,3 +279,17 @@ def test_numbers_are_told_as_prometheus_reads_them() -> None:
     assert text == (
         '# TYPE a_total counter\na_total{x="1"} 3\na_total{x="2"} 4\n# TYPE b gauge\nb 0.5\n'
     )
+
+
+@given(st.text(max_size=40), st.integers(0, 60))
+def test_a_text_is_cut_to_bytes_and_between_characters(text: str, most_bytes: int) -> None:
+    cut = cut_bytes(text, most_bytes)
+    assert text.startswith(cut)
+    assert len(cut.encode()) <= most_bytes
+    rest = text[len(cut) :]
+    assert not rest or len((cut + rest[0]).encode()) > most_bytes
+
+
+def test_half_a_surrogate_pair_can_be_sent_too() -> None:
+    """JSON can say it, UTF-8 cannot."""
+    assert cut_bytes("so \ud83d", 1024) == "so ?"

@@ -10,6 +10,7 @@ from duplex_api.pool import CheckpointChange
 from duplex_operator.decide.drain import Leave, LeaveReason
 from duplex_operator.decide.pods import (
     IDLE_BEFORE_SCALE_DOWN_MS,
+    LEDGER_LOOK_MS,
     LONGEST_BACKOFF_MS,
     SURGE_PATIENCE_MS,
     CreatePods,
@@ -235,6 +236,25 @@ def test_a_pod_that_waits_for_the_ledger_may_get_a_session_until_it_says_that_it
     marked = pod("a", WAITS, mark=Mark.DRAINING, marked_ms=NOW_MS)
     assert said(decide(plan(0), marked)) == []
     assert said(decide(plan(0), replace(marked, closed=True))) == ["-a"]
+
+
+@pytest.mark.parametrize("mark", [Mark.DRAINING, Mark.ENDING])
+def test_a_drain_is_not_over_while_nobody_has_the_ledger(mark: Mark) -> None:
+    leaving = pod("a", WAITS, sessions=2, mark=mark, marked_ms=NOW_MS, closed=True)
+    over_ms = NOW_MS + BOUND_MS
+    decision = decide(plan(1), leaving, pod("b", WAITS), now_ms=over_ms)
+    assert said(decision) == []
+    assert decision.look_again_ms == over_ms + LEDGER_LOOK_MS
+    assert said(decide(plan(0), leaving, now_ms=over_ms + 3_600_000)) == []
+    # It alone is cut off, or it has the ledger and goes on all the same, or nobody can keep it.
+    assert said(decide(plan(1), leaving, pod("b"), now_ms=over_ms)) == ["-a"]
+    back = replace(leaving, state=PodState.READY)
+    assert said(decide(plan(1), back, pod("b", WAITS), now_ms=over_ms)) == ["-a"]
+    going = replace(leaving, leave=CORDONED)
+    assert "-a" in said(decide(plan(1), going, pod("b", WAITS), now_ms=over_ms))
+    # Parked or ended by itself: what is empty goes, ledger or not.
+    empty = replace(leaving, sessions=0)
+    assert said(decide(plan(1), empty, pod("b", WAITS), now_ms=over_ms)) == ["-a"]
 
 
 def test_surge_that_finds_no_room_is_not_waited_for() -> None:
