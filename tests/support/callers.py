@@ -136,7 +136,7 @@ class Caller:
         assert sequences == list(range(1, len(sequences) + 1))
         assert self.talk.repeated == 0
         assert len(self.talk.resumes) == connections - 1
-        assert self.talk.errors == []
+        assert self.talk.errors == [], self.talk.errors
 
 
 @asynccontextmanager

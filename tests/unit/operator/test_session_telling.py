@@ -9,7 +9,7 @@ import pytest
 
 from duplex_api.session import Placement, SessionPhase, SessionStatus, TokenSecret
 from duplex_api.window import DEFAULT_WINDOW
-from duplex_operator import reconcile_session
+from duplex_operator import session_opening
 from duplex_operator.context import Context
 from duplex_operator.decide.acceptance import Accepted
 from duplex_operator.decide.actions import AskForSlot, Nothing, Open, WriteStatus
@@ -21,12 +21,10 @@ from duplex_operator.names import SESSION_FINALIZER
 from duplex_operator.objects import read_session
 from duplex_operator.observe import Known
 from duplex_operator.placements import PlacementBoard
-from duplex_operator.reconcile_session import SessionReconciler
-from duplex_operator.settings import OperatorSettings
+from duplex_operator.session_opening import open_on_pod
 from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
 from duplex_operator.store import Store
 from duplex_operator.voices import VoiceUnusableError
-from duplex_operator.watch import DirtySet
 
 pytestmark = pytest.mark.unit
 
@@ -69,25 +67,21 @@ async def told(facts: SessionFacts, error: Exception, where: str) -> tuple[Nothi
         return None
 
     client = SimpleNamespace(put_session=fails if where == "sidecar" else works)
-    store = Store()
     context = SimpleNamespace(
-        settings=OperatorSettings("redis://ledger", "duplex", "test"),
-        store=store,
-        dirty=DirtySet(),
+        store=Store(),
         api=None,
         board=PlacementBoard(),
         monotonic_s=lambda: 0.0,
         fleet=SimpleNamespace(client=lambda _: client, pod=lambda _: None),
         occupancy=SimpleNamespace(occupy=works),
     )
-    reconciler: Any = SessionReconciler(cast("Context", context), lambda _: None)
     known = Known(memory=facts.memory, token=facts.token)
     action = decide(facts)
     assert isinstance(action, Open)
     with pytest.MonkeyPatch.context() as secrets:
         voice = fails if where == "voice" else works
-        secrets.setattr(reconcile_session, "obtain_voice", voice)
-        rest = await reconciler._open(facts, known, action)
+        secrets.setattr(session_opening, "obtain_voice", voice)
+        rest = await open_on_pod(cast("Context", context), facts, known, action)
     return rest, known.memory
 
 
