@@ -21,6 +21,7 @@ from duplex_operator.names import SESSION_FINALIZER
 from duplex_operator.objects import read_session
 from duplex_operator.observe import Known
 from duplex_operator.placements import PlacementBoard
+from duplex_operator.session_opening import open_on_pod
 from duplex_operator.sidecar_client import SidecarRefusalError, SidecarUnreachableError
 from duplex_operator.store import Store
 from duplex_operator.voices import VoiceUnusableError
@@ -80,7 +81,7 @@ async def told(facts: SessionFacts, error: Exception, where: str) -> tuple[Nothi
     with pytest.MonkeyPatch.context() as secrets:
         voice = fails if where == "voice" else works
         secrets.setattr(session_opening, "obtain_voice", voice)
-        rest = await session_opening.open_on_pod(cast("Context", context), facts, known, action)
+        rest = await open_on_pod(cast("Context", context), facts, known, action)
     return rest, known.memory
 
 
