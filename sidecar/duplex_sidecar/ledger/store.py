@@ -26,7 +26,7 @@ from duplex_sidecar.ledger.journal import (
     encode_mark,
 )
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
+from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, asked_us, boottime_ms
 from duplex_sidecar.ledger.media import Trim, UnitMedia, pack_blobs
 from duplex_sidecar.ledger.moving import MoveCalls
 from duplex_sidecar.ledger.owners import OwnersCalls
@@ -182,7 +182,7 @@ class Ledger:
             session,
             ScriptName.ACQUIRE,
             (session_keys(session).meta,),
-            (nonce, replica, LEASE_MS, "" if fence is None else fence, address),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence, address, asked_us()),
         )
         return Lease(
             session=session,
