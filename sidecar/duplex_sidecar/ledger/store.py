@@ -224,6 +224,10 @@ class Ledger:
             (lease.fence, lease.nonce, head.hash, reason),
         )
 
+    def forget(self, lease: Lease) -> None:
+        """Its owner writes nothing any more, whether or not the ledger has heard of that."""
+        self._calls.forget(lease.session, lease.nonce)
+
     async def break_lease(self, session: str, *, replica: str, nonce: str = "") -> bool:
         """Proof of death of `replica` (a name that one process start had): its lease ends at once.
         nonce: of the one lease that it gives up while it lives, "" for whichever it has. False when
