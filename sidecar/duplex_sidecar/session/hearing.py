@@ -6,11 +6,10 @@ reset, and only to bring its state back; the rows of that replay are discarded.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES, UNIT_SAMPLES
-from duplex_sidecar.session.stages import alone_at
+from duplex_sidecar.session.stages import alone_at, wait_ready
 from duplex_sidecar.session.streams import LOST
 from duplex_sidecar.stages.envelope import EncoderClose, EncoderFeed, EncoderOpen, EncoderRows
 from duplex_sidecar.stages.errors import StageError
@@ -101,9 +100,7 @@ class EncoderDriver:
         )
         for attempt in range(1, MAX_TRIES + 1):
             try:
-                async with self._way_in(attempt):
-                    await self._restore_if_lost()
-                    rows = await self._stage.feed(request)
+                rows = await (self._feed(request) if attempt == 1 else self._feed_alone(request))
                 break
             except StageError as error:
                 if error.fault not in LOST or attempt == MAX_TRIES:
@@ -115,10 +112,18 @@ class EncoderDriver:
         self._mark_samples = rows.reset_mark_samples
         return rows
 
-    def _way_in(self, attempt: int) -> AbstractAsyncContextManager[None]:
-        if attempt == 1:
-            return nullcontext()
-        return alone_at(self._stage, StageName.ENCODER, self._redo_gate)
+    async def _feed(self, request: EncoderFeed) -> EncoderRows:
+        await self._restore_if_lost()
+        return await self._stage.feed(request)
+
+    async def _feed_alone(self, request: EncoderFeed) -> EncoderRows:
+        """The state is restored outside the gate: nobody waits there for another one's ledger."""
+        while True:
+            await wait_ready(self._stage, StageName.ENCODER)
+            await self._restore_if_lost()
+            async with alone_at(self._stage, StageName.ENCODER, self._redo_gate):
+                if self._generation == self._stage.generation:
+                    return await self._stage.feed(request)
 
     async def _restore_if_lost(self) -> None:
         generation = self._stage.generation
