@@ -25,7 +25,7 @@ from duplex_sidecar.ledger.journal import (
     JournalBatch,
 )
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
+from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, asked_us, boottime_ms
 from duplex_sidecar.ledger.media import Trim, UnitMedia
 from duplex_sidecar.ledger.moving import MoveCalls
 from duplex_sidecar.ledger.owners import OwnersCalls
@@ -157,7 +157,7 @@ class Ledger:
             session,
             ScriptName.ACQUIRE,
             (session_keys(session).meta,),
-            (nonce, replica, LEASE_MS, "" if fence is None else fence, address),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence, address, asked_us()),
         )
         return Lease(
             session=session,
@@ -198,6 +198,10 @@ class Ledger:
             session_keys(lease.session).all(),
             (lease.fence, lease.nonce, head.hash, reason),
         )
+
+    def forget(self, lease: Lease) -> None:
+        """Its owner writes nothing any more, whether or not the ledger has heard of that."""
+        self._calls.forget(lease.session, lease.nonce)
 
     async def break_lease(self, session: str, *, replica: str, nonce: str = "") -> bool:
         """Proof of death of `replica` (a name that one process start had): its lease ends at once.

@@ -175,6 +175,8 @@ async def wind_up(
         log.warning("session ended without %s: %s", what, type(error).__name__)
     except Exception:
         log.exception("session ended in disorder")
+    finally:
+        durable.forget()
     if written or ending.parks is None:
         return ending
     return replace(SHUT_DOWN, detail="the session could not park")
