@@ -8,11 +8,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from duplex_operator.apply import PODS, ConflictError, MissingError, RefusedError
 from duplex_operator.context import Context
 from duplex_operator.decide.emptying import may_park
 from duplex_operator.decide.pods import Action, CreatePods, DeletePod, Mark, MarkPod, PodView
 from duplex_operator.decide.pool_status import Trouble
+from duplex_operator.kube.errors import ConflictError, MissingError, RefusedError
+from duplex_operator.kube.resources import PODS
 from duplex_operator.names import (
     ANNOTATION_MARK,
     ANNOTATION_MARKED_AT,

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 
-from duplex_operator.apply import SECRETS, SESSIONS, ApiError
 from duplex_operator.context import Context
+from duplex_operator.kube.errors import ApiError
+from duplex_operator.kube.resources import SECRETS, SESSIONS
 from duplex_operator.names import TOKEN_KEY, TOKEN_SELECTOR
 from duplex_operator.objects import ObjectKey, RawObject, SessionObject, read_meta
 from duplex_operator.reconcile_session import SessionReconciler

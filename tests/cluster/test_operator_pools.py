@@ -52,10 +52,10 @@ async def test_a_pool_gets_its_pods_its_secret_and_its_budget(rig: PoolRig) -> N
     assert pool["status"]["selector"].endswith("duplex.dev/pool=demo")
     assert (await rig.conditions())["Ready"] == ("False", "NoReadyPods")
     assert (await rig.event_reasons()).count("PodCreated") == 2
-    before = rig.api.requests.total()
+    before = rig.api.connection.requests.total()
     await rig.look()
     # Four lists are the rig's own.
-    assert rig.api.requests.total() - before == 8
+    assert rig.api.connection.requests.total() - before == 8
 
 
 @pytest.mark.parametrize("name", POOLS)

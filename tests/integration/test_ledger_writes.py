@@ -619,10 +619,10 @@ async def test_a_cut_happens_whole_or_not_at_all(ledger: Ledger, raw: Redis, ses
 async def test_a_cut_sent_again_is_done_once(ledger: Ledger, raw: Redis, session: str) -> None:
     writer = await Writer.create(ledger, session)
     await writer.unit(1)
-    call, then = cut_call(writer.lease, writer.head, cut_of(truncated_draft(1, 1), 1))
-    assert await ledger.retry_unknown(call) == then
+    call = cut_call(writer.lease, writer.head, cut_of(truncated_draft(1, 1), 1))
+    assert await ledger.retry_unknown(call) == call.then
     before = await everything(raw, session)
-    assert await ledger.retry_unknown(call) == then
+    assert await ledger.retry_unknown(call) == call.then
     assert await everything(raw, session) == before
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from duplex_api.routes import RouteRecord
 from duplex_api.session import SessionPhase
-from duplex_operator.apply import SECRETS, SESSIONS, Listing, RefusedError, Resource
 from duplex_operator.context import Context
+from duplex_operator.kube.api import Listing
+from duplex_operator.kube.errors import RefusedError
+from duplex_operator.kube.resources import SECRETS, SESSIONS, Resource
 from duplex_operator.objects import ObjectKey, read_session
 from duplex_operator.settings import OperatorSettings
 from duplex_operator.sidecar_client import SidecarRefusalError
