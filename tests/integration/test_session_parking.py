@@ -12,10 +12,11 @@ import msgspec
 import pytest
 from support.patience import PATIENCE_S
 
+from duplex_sidecar.ledger import store
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseLost, LedgerError, LedgerUnavailable
 from duplex_sidecar.ledger.lease import LEASE_MS, Lease, boottime_ms
-from duplex_sidecar.ledger.session_view import Phase
+from duplex_sidecar.ledger.session_view import LoadedSession, Phase
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.commands import Heartbeat
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
@@ -895,3 +896,32 @@ def test_who_was_an_earlier_start_of_the_same_container(
 def test_bounds_of_a_park_call() -> None:
     """An operator's call waits at least so long: docs/admin.md says five seconds."""
     assert departures.PARK_GRACE_S + departures.PARK_UNIT_S == 5.0
+
+
+async def test_a_lease_is_kept_while_its_session_is_read(
+    here: Replica, there: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long conversation over a slow line takes longer to read than a lease lasts: whoever asks
+    elsewhere meanwhile would take it away, and then the other one's, without end."""
+    await here.open("slow", Terms("context"))
+    caller = Caller("slow")
+    await caller.dial(here)
+    await caller.talk(2)
+    await here.registry.departures.park("slow")
+    load, reader = there.ledger.load, there.ledger.reader
+
+    async def slowly(session: str) -> LoadedSession:
+        first = await reader.meta(session)
+        assert first is not None
+        while await reader.server_time_ms() <= first.lease_until_ms:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        with pytest.raises(LeaseHeld):
+            await here.ledger.acquire(session, "replica-here")
+        return await load(session)
+
+    monkeypatch.setattr(there.ledger, "load", slowly)
+    monkeypatch.setattr(store, "LEASE_MS", 3 * LEASE_MS)  # so long may the machine stand still
+    await caller.dial(there)
+    await eventually(lambda: there.registry.live["slow"].ledger_answers)
+    await caller.talk(4)
+    check_events(caller)

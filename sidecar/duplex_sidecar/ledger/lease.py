@@ -136,8 +136,8 @@ class LeaseKeeper:
             await self._sleep(max(left_ms, 1) / 1000)
 
     async def run(self) -> None:
-        """Renew until the ledger refuses."""
-        period_ms = RENEW_PERIOD_MS
+        """Renew until the ledger refuses. One that was acquired long ago is renewed at once."""
+        period_ms = RENEW_PERIOD_MS if self.held else 0
         while self._lost is None:
             await self._sleep(period_ms / 1000)
             period_ms = await self._renew_once()

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
-from duplex_sidecar.ledger.lease import Lease
+from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.moving import Offer, new_offer
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
@@ -95,13 +95,19 @@ class Owners:
     async def held(
         self, session: str, take: Callable[[], Awaitable[Lease]]
     ) -> AsyncGenerator[Lease]:
-        """The lease, for what is to make use of it: given back at once when that fails or when the
-        caller gives up, however far it had come. Only for who is the session's `only_caller` here.
+        """The lease, for what is to make use of it: renewed meanwhile, for a long session takes
+        longer to read than a lease lasts, and given back at once when that fails or when the caller
+        gives up, however far it had come. Only for who is the session's `only_caller` here.
         take: one of the ways to get it; raises what that does."""
         lease: Lease | None = None
         try:
             lease = await take()
-            yield lease
+            keeper = LeaseKeeper(self._ledger.renew, lease)
+            keeper.start()
+            try:
+                yield lease
+            finally:
+                await keeper.stop()
         except BaseException as error:
             # Of one who was cancelled nobody knows whether the server has given it the lease.
             nonce = self._asked.get(session, "")
