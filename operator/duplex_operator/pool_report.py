@@ -27,6 +27,7 @@ _WARNINGS = frozenset(
         "PodRefused",
         "SecretRefused",
         "SecretTaken",
+        "ServedByOther",
         "TemplateRefused",
     )
 )

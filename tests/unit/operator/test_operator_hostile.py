@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from duplex_operator import sweep
 from duplex_operator.apply import ConflictError
+from duplex_operator.claims import Claims
 from duplex_operator.context import Context
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.fleet import Fleet
@@ -228,6 +229,7 @@ def context_of(store: Store, board: PlacementBoard, api: Any = None) -> Context:
         board,
         Routes(SETTINGS.redis_url),
         Occupancy(store, api),
+        Claims(store, SETTINGS.watches),
     )
 
 
