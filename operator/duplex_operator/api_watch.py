@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from duplex_operator.apply import ApiError, KubernetesApi, MissingError, Resource, WatchEvent
 from duplex_operator.cancelling import raise_if_cancelled
+from duplex_operator.kube.api import KubernetesApi, WatchEvent
+from duplex_operator.kube.errors import ApiError, MissingError
+from duplex_operator.kube.resources import Resource
 from duplex_operator.objects import Kind, RawObject, read_meta
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,9 @@ class Claims:
     def serves(self, pool: ObjectKey) -> bool:
         """Of one that does not exist, or is going, too: somebody has to tell its sessions so."""
         found = self._store.pools.get(pool)
-        return self._serves.get(pool, not self.awaited or found is None or found.meta.deleting)
+        if found is None:
+            return True
+        return self._serves.get(pool, not self.awaited or found.meta.deleting)
 
     def takes_care_of(self, session: SessionObject, now_ms: int) -> bool:
         meta, pool = session.meta, session.pool_key

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from duplex_operator.apply import KubernetesApi
 from duplex_operator.claims import Claims
 from duplex_operator.fleet import Fleet
+from duplex_operator.kube.api import KubernetesApi
 from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
 from duplex_operator.routes import Routes

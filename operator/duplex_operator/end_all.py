@@ -11,7 +11,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from duplex_operator.apply import SESSIONS, ApiError, ConflictError, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ApiError, ConflictError, MissingError
+from duplex_operator.kube.resources import SESSIONS
 from duplex_operator.names import SESSION_FINALIZER
 from duplex_operator.objects import Meta, read_meta
 
@@ -113,4 +115,4 @@ async def end_all(api: KubernetesApi, namespaces: Sequence[str], timeout_s: floa
         print(f"sessions cannot be listed: {error}", flush=True)
         return 1
     finally:
-        await api.close()
+        await api.connection.close()

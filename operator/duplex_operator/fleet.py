@@ -42,6 +42,7 @@ class PodFeed:
     ledger_away: it would be ready, were it not for the ledger.
     listed: since it connected it has told of every session there.
     told_to_drain: this operator has asked it to, whether or not the feed says so yet.
+    dialled: somebody listens for it.
     ended: earlier starts of its sidecar, the last of them; a container is started again only once
     it has ended. restarts: its container had been started again at least so often when `replica`
     began."""
@@ -60,6 +61,7 @@ class PodFeed:
     ledger_away: bool = False
     draining: bool = False
     told_to_drain: bool = False
+    dialled: bool = False
     suspect: bool = False
     understands: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
@@ -69,6 +71,12 @@ class PodFeed:
     def is_up(self) -> bool:
         """Whether it can run what it has: it is ready, or waits for the ledger alone."""
         return self.connected and not self.suspect and (self.ready or self.ledger_away)
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether it is too early to say what is there: it was dialled just now, and has not told
+        of every session."""
+        return self.dialled and not (self.listed or self.suspect)
 
     @property
     def takes_sessions(self) -> bool:
@@ -250,6 +258,7 @@ class Fleet:
             line.client = SidecarClient(address, credentials)
             # A pod that never says a word is suspect in the end, too.
             line.heard_s = self._clock()
+            line.feed = replace(line.feed, dialled=True)
             line.task = asyncio.create_task(self._listen(line, line.client), name=f"feed {uid}")
 
     def _forget(self, pod_uid: str, *, keep_words: bool = False) -> None:
@@ -262,7 +271,8 @@ class Fleet:
             self._close_later(line.client)
         if keep_words:
             self._lines[pod_uid] = _Line(
-                replace(line.feed, connected=False, listed=False), sessions=line.sessions
+                replace(line.feed, connected=False, listed=False, dialled=False),
+                sessions=line.sessions,
             )
 
     async def _listen(self, line: _Line, client: SidecarClient) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import cast
 
 from duplex_operator.api_watch import Watched
-from duplex_operator.apply import NODES, PODS, POOLS, SESSIONS, KubernetesApi, Resource
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.resources import NODES, PODS, POOLS, SESSIONS, Resource
 from duplex_operator.names import POD_SELECTOR
 from duplex_operator.objects import (
     AnyObject,

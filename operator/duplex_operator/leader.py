@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from duplex_operator.apply import LEASES, ApiError, ConflictError, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ApiError, ConflictError, MissingError
+from duplex_operator.kube.resources import LEASES
 from duplex_operator.objects import ObjectKey, RawObject
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ def may_take(sighting: Sighting, identity: str, now_s: float) -> bool:
 
 
 class Leader:
-    """`run` leads whenever it can, and calls `reign` while it does."""
+    """`run` leads whenever it can, and calls `reign` while it does. api: one that may write without
+    the lead, since this is how it is got."""
 
     def __init__(
         self,
@@ -150,18 +153,22 @@ class Leader:
                 "metadata": {"name": self._lease.name, "namespace": self._lease.namespace},
                 "spec": self._spec(0, taking=True),
             }
-            return _record(await self._api.create_lease(self._lease.namespace, body))
+            return _record(await self._api.create(LEASES, self._lease.namespace, body))
         if not may_take(sighting, self._identity, self._clock()):
             return None
         record = sighting.record
         taking = record.holder != self._identity
         spec = self._spec(record.transitions + taking, taking=taking)
         try:
-            return _record(await self._api.patch_lease(self._lease, spec, record.version))
+            return await self._write(spec, record.version)
         except (ConflictError, MissingError):
             self._sighting = None
             self._leads_until_s = float("-inf") if taking else self._leads_until_s
             return None
+
+    async def _write(self, spec: Mapping[str, Any], version: str) -> LeaseRecord:
+        body = {"spec": spec}
+        return _record(await self._api.patch(LEASES, self._lease, body, version=version))
 
     async def _look(self) -> Sighting | None:
         """The Lease as it is now; None: there is none."""
@@ -197,7 +204,7 @@ class Leader:
         """As it is now: a renewal that was cancelled on its way may have got there all the same."""
         record = _record(await self._api.get(LEASES, self._lease))
         if record.holder == self._identity:
-            await self._api.patch_lease(self._lease, {"holderIdentity": ""}, record.version)
+            await self._write({"holderIdentity": ""}, record.version)
 
 
 def _record(raw: RawObject) -> LeaseRecord:

@@ -7,10 +7,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from duplex_operator.apply import KubernetesApi
 from duplex_operator.connect import connection
 from duplex_operator.end_all import end_all, timeout_of
 from duplex_operator.health import Health
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
 from duplex_operator.leader import Leader
 from duplex_operator.logs import configure_logs
 from duplex_operator.memory import give_large_blocks_back
@@ -24,14 +25,16 @@ log = logging.getLogger(__name__)
 async def operate(settings: OperatorSettings) -> None:
     """Until SIGTERM or SIGINT."""
     reigns: list[Reign] = []
-    api = KubernetesApi(connection(), may_write=lambda: leader.leads, reconnect=connection)
-    leader = Leader(api, ObjectKey(settings.namespace, settings.lease_name), settings.identity)
+    server = ApiConnection(connection(), reconnect=connection)
+    lease = ObjectKey(settings.namespace, settings.lease_name)
+    leader = Leader(KubernetesApi(server), lease, settings.identity)
+    api = KubernetesApi(server, may_write=lambda: leader.leads)
     health = Health(
         ready=lambda: leader.in_touch and (not leader.leads or bool(reigns and reigns[-1].ready)),
         oldest_s=lambda: reigns[-1].context.dirty.oldest_s() if reigns else 0.0,
         gauges=lambda: {
             "duplex_operator_leads": float(leader.leads),
-            **request_gauges(api.requests),
+            **request_gauges(server.requests),
             **(reigns[-1].gauges() if reigns else {}),
         },
     )
@@ -51,7 +54,7 @@ async def operate(settings: OperatorSettings) -> None:
         log.info("the operator has stopped; sessions go on")
     finally:
         await runner.cleanup()
-        await api.close()
+        await server.close()
 
 
 def end_all_timeout_s(arguments: Sequence[str]) -> float | None:
@@ -76,7 +79,7 @@ def main() -> int:
         return 2
     configure_logs(settings.identity, settings.log_level)
     if timeout_s is not None:
-        api = KubernetesApi(connection(), reconnect=connection)
+        api = KubernetesApi(ApiConnection(connection(), reconnect=connection))
         return asyncio.run(end_all(api, settings.watch_namespaces, timeout_s))
     asyncio.run(operate(settings))
     return 0

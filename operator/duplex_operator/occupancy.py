@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from duplex_operator.apply import PODS, ConflictError, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ConflictError, MissingError
+from duplex_operator.kube.resources import PODS
 from duplex_operator.names import ANNOTATION_IDLE_SINCE, LABEL_OCCUPIED
 from duplex_operator.objects import PodObject, read_pod, timestamp
 from duplex_operator.store import Store

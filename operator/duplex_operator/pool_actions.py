@@ -8,11 +8,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from duplex_operator.apply import PODS, ConflictError, MissingError, RefusedError
 from duplex_operator.context import Context
 from duplex_operator.decide.emptying import may_park
 from duplex_operator.decide.pods import Action, CreatePods, DeletePod, Mark, MarkPod, PodView
 from duplex_operator.decide.pool_status import Trouble
+from duplex_operator.kube.errors import ConflictError, MissingError, RefusedError
+from duplex_operator.kube.resources import PODS
 from duplex_operator.names import (
     ANNOTATION_MARK,
     ANNOTATION_MARKED_AT,
@@ -27,7 +28,7 @@ from duplex_operator.objects import (
 )
 from duplex_operator.pool_look import PoolLook
 from duplex_operator.pool_report import PoolReport
-from duplex_operator.pool_view import own_pods, sessions_of, talkers_on
+from duplex_operator.pool_view import is_occupied, own_pods, sessions_of, talkers_on
 from duplex_operator.resources.pods import PodBlueprint, pod_name
 from duplex_operator.sidecar_client import (
     SidecarClient,
@@ -138,7 +139,7 @@ class PodActions:
         off where the last session has left."""
         for uid in (view.uid for view in views if view.uid not in look.memory.deleted):
             await self._context.occupancy.settle(
-                uid, lambda uid=uid: bool(sessions_of(self._context, uid)), look.now_ms
+                uid, lambda uid=uid: is_occupied(self._context, uid), look.now_ms
             )
 
     async def empty_pods(self, look: PoolLook) -> None:

@@ -6,8 +6,9 @@ those of a whole cluster in memory.
 
 from dataclasses import dataclass
 
-from duplex_operator.apply import SECRETS, MissingError
 from duplex_operator.context import Context
+from duplex_operator.kube.errors import MissingError
+from duplex_operator.kube.resources import SECRETS
 from duplex_operator.names import (
     ANNOTATION_SERVED_BY,
     FIELD_MANAGER,

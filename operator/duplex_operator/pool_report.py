@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from duplex_api.constants import API_VERSION, POOL_KIND
+from duplex_api.constants import POOL_KIND
 from duplex_api.metadata import Condition
 from duplex_api.pool import PoolStatus
-from duplex_operator.apply import POOLS, EventType, MissingError, Regarding
 from duplex_operator.context import Context
 from duplex_operator.decide.pods import PodDecision, PodView, PoolPlan
 from duplex_operator.decide.pool_status import PoolFacts, pool_status
+from duplex_operator.kube.errors import MissingError
+from duplex_operator.kube.events import tell_event
+from duplex_operator.kube.resources import POOLS
 from duplex_operator.objects import PodObject, read_pool
 from duplex_operator.pool_look import PoolLook
 from duplex_operator.pool_view import own_pods, queued_for, view_pods, without_ledger
@@ -38,12 +40,14 @@ class PoolReport:
         self._context = context
 
     async def tell(self, look: PoolLook, reason: str, note: str, action: str) -> None:
-        await self._context.api.event(
-            Regarding(API_VERSION, POOL_KIND, look.pool.meta.key, look.pool.meta.uid),
+        await tell_event(
+            self._context.api,
+            POOL_KIND,
+            look.pool.meta,
             reason=reason,
             note=note,
             action=action,
-            event_type=EventType.WARNING if reason in _WARNINGS else EventType.NORMAL,
+            warning=reason in _WARNINGS,
         )
 
     async def write_status(

@@ -58,7 +58,8 @@ def _view_pod(
     feed = context.fleet.pod(pod.meta.uid)
     created_ms = pod.meta.created_ms
     attempt = annotations.get(ANNOTATION_ATTEMPT, "")
-    state = _state(pod, leave, stuck_before_ms, is_up=feed is not None and feed.is_up)
+    is_up = feed is not None and (feed.is_up or feed.is_unheard)
+    state = _state(pod, leave, stuck_before_ms, is_up=is_up)
     return PodView(
         name=pod.meta.key.name,
         uid=pod.meta.uid,
@@ -72,7 +73,7 @@ def _view_pod(
         idle_since_ms=timestamp_ms(annotations.get(ANNOTATION_IDLE_SINCE, "")) or created_ms,
         mark=_MARKS.get(pod.mark, Mark.NONE),
         marked_ms=timestamp_ms(annotations.get(ANNOTATION_MARKED_AT, "")),
-        closed=feed is not None and feed.connected and feed.draining,
+        closed=feed is not None and feed.listed and feed.draining,
         leave=leave,
         attempt=int(attempt) if attempt.isdecimal() else 0,
         unplaced=pod.unplaced,
@@ -81,10 +82,10 @@ def _view_pod(
 
 def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
     """Uids of sessions that are placed there, promised a slot there, or run there. What a feed
-    said before it broke off counts no more: the placement does."""
+    said before it broke off for good counts no more: the placement does."""
     feed = context.fleet.pod(pod_uid)
-    connected = feed is not None and feed.connected
-    said = context.fleet.sessions_on(pod_uid) if connected else {}
+    heard = feed is not None and (feed.connected or feed.is_unheard)
+    said = context.fleet.sessions_on(pod_uid) if heard else {}
     return frozenset(
         (
             *context.store.placed_uids(pod_uid),
@@ -92,6 +93,14 @@ def sessions_of(context: Context, pod_uid: str) -> frozenset[str]:
             *context.board.promised_on(pod_uid),
         )
     )
+
+
+def is_occupied(context: Context, pod_uid: str) -> bool:
+    """Whether nobody may evict it. What a pod has that has not been heard yet is not known: it
+    stays what it was."""
+    feed, pod = context.fleet.pod(pod_uid), context.store.pod_by_uid(pod_uid)
+    unknown = feed is not None and feed.is_unheard and pod is not None and pod.occupied is True
+    return unknown or bool(sessions_of(context, pod_uid))
 
 
 def without_ledger(context: Context, pods: Sequence[PodObject]) -> int:
@@ -123,7 +132,7 @@ def queued_for(context: Context, pool: PoolObject) -> int:
 
 
 def _state(pod: PodObject, leave: Leave | None, stuck_before_ms: int, *, is_up: bool) -> PodState:
-    """is_up: by its feed, which is ahead of the kubelet."""
+    """is_up: by its feed, which is ahead of the kubelet, or nothing else is known yet."""
     if pod.meta.deleting:
         return PodState.DELETING
     if pod.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED):

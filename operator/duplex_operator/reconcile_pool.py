@@ -9,12 +9,13 @@ import logging
 from dataclasses import replace
 
 from duplex_api.resolve_pool import resolve_pool
-from duplex_operator.apply import PDBS, ConflictError, RefusedError
 from duplex_operator.context import Context
 from duplex_operator.decide.emptying import HAND_OVER_BOUND_MS
 from duplex_operator.decide.pods import Mark, PodView, PoolPlan, decide_pods
 from duplex_operator.decide.pool_status import Trouble
 from duplex_operator.decide.scaling import Demand, wanted_pods
+from duplex_operator.kube.errors import ConflictError, RefusedError
+from duplex_operator.kube.resources import PDBS
 from duplex_operator.objects import Kind, ObjectKey, PoolObject
 from duplex_operator.pool_actions import REFUSED_RETRY_S, PodActions
 from duplex_operator.pool_credentials import (
@@ -192,7 +193,8 @@ class PoolReconciler:
                 "metadata": {
                     name: budget["metadata"][name] for name in ("labels", "ownerReferences")
                 },
-                "spec": budget["spec"],
+                # Earlier releases said it by that, and both together are refused.
+                "spec": budget["spec"] | {"maxUnavailable": None},
             }
             await self._context.api.patch(PDBS, key, patch, version=None)
         except RefusedError as error:

@@ -5,11 +5,12 @@ import logging
 from collections.abc import Mapping
 
 from duplex_operator.api_watch import ApiWatch, Watched
-from duplex_operator.apply import ApiError, KubernetesApi
 from duplex_operator.claims import Claims
 from duplex_operator.context import Context
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ApiError
 from duplex_operator.objects import Kind
 from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard

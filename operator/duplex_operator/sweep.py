@@ -5,9 +5,10 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from duplex_operator.apply import SECRETS, SESSIONS, ApiError
 from duplex_operator.context import Context
 from duplex_operator.decide import erasing
+from duplex_operator.kube.errors import ApiError
+from duplex_operator.kube.resources import SECRETS, SESSIONS
 from duplex_operator.names import TOKEN_KEY, TOKEN_SELECTOR
 from duplex_operator.objects import ObjectKey, RawObject, SessionObject, read_meta
 from duplex_operator.reconcile_session import SessionReconciler
@@ -121,14 +122,16 @@ async def watch_tokens(context: Context, sessions: SessionReconciler) -> None:
 
 async def check_tokens(context: Context, sessions: SessionReconciler) -> None:
     """One list for all tokens that the operator made, one read for each that a user named."""
+    # Before the list: a token that is made while its pages come is in none of them.
+    looked_at = [(one, sessions.token_hash(one.meta.uid)) for one in context.store.sessions.all()]
     hashes: dict[ObjectKey, str | None] = {}
     for namespace in context.settings.watch_namespaces or ("",):
         listing = await context.api.list(
             SECRETS, namespace, selector=TOKEN_SELECTOR, read=_key_and_hash
         )
         hashes |= dict(listing.items)
-    for session in context.store.sessions.all():
-        place, known = session.status.token_secret, sessions.token_hash(session.meta.uid)
+    for session, known in looked_at:
+        place = session.status.token_secret
         if place is None or known is None or session.meta.deleting:
             continue
         if session.spec.token_secret_ref is None:

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 from duplex_api.constants import API_VERSION, SESSION_KIND
 from duplex_api.session import TokenSecret
-from duplex_operator.apply import SECRETS, ConflictError, KubernetesApi, MissingError
 from duplex_operator.decide.facts import Token
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ConflictError, MissingError
+from duplex_operator.kube.resources import SECRETS
 from duplex_operator.names import (
     COMPONENT_TOKEN,
     FIELD_MANAGER,

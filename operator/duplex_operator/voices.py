@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from duplex_api.given_voices import MAX_GIVEN_VOICE_BYTES
-from duplex_operator.apply import CONFIG_MAPS, SECRETS, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import MissingError
+from duplex_operator.kube.resources import CONFIG_MAPS, SECRETS
 from duplex_operator.names import LABEL_VOICE
 from duplex_operator.objects import ObjectKey, RawObject, SessionObject
 

@@ -22,6 +22,7 @@ from duplex_gateway.settings import GatewaySettings
 from duplex_gateway.watch import LeaseWatch
 from duplex_sidecar.doors.bearer import bearer_token
 from duplex_sidecar.doors.first_message import resume_point
+from duplex_sidecar.doors.unread import unread_of
 from duplex_sidecar.ledger.errors import LedgerError, LedgerUnavailable
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.telemetry.logs import log_context
@@ -98,10 +99,11 @@ class Gateway:
         except (WebSocketDisconnect, RuntimeError):
             return
         with self._connection() as account, log_context(session=session[:64]):
-            client = ClientSocket(websocket, account)
+            client = ClientSocket(websocket, unread_of(websocket.scope), account)
             try:
                 directory = self._admit(address)
                 await self._authenticate(directory, session, token, address)
+                client.admit()
                 last_sequence = await _resume_point(client) if resumes else None
                 state = ResumeState(last_sequence, self._limits, account)
                 ended = await self._hold_call(directory, client, session, token, state)

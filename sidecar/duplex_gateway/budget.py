@@ -28,22 +28,35 @@ class Budget:
             account.change(-account.held_bytes)
 
 
-class Account:
-    """What one call holds of the budget."""
+class _Call:
+    """What all accounts of one call hold."""
 
-    def __init__(self, budget: Budget) -> None:
+    held_bytes = 0
+
+
+class Account:
+    """What one call holds of the budget, or a part of that."""
+
+    def __init__(self, budget: Budget, call: _Call | None = None) -> None:
         self._budget = budget
+        self._call = call or _Call()
         self.held_bytes = 0
+
+    def part(self) -> "Account":
+        """Another one of the same call, for what outlives this one. Whoever has it gives back what
+        it holds."""
+        return Account(self._budget, self._call)
 
     def fits(self, more_bytes: int) -> bool:
         """Whether the call may hold so much more."""
         budget = self._budget
-        own = self.held_bytes + more_bytes <= budget.share_bytes
+        own = self._call.held_bytes + more_bytes <= budget.share_bytes
         return own or budget.held_bytes + more_bytes <= budget.common_bytes
 
     def change(self, by_bytes: int) -> None:
         """It holds so much more, or less, whether or not that fits."""
         self.held_bytes += by_bytes
+        self._call.held_bytes += by_bytes
         self._budget.held_bytes += by_bytes
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import NoReturn
 
 from fastapi import WebSocket, WebSocketDisconnect
 
@@ -9,6 +10,7 @@ from duplex_gateway.budget import Account
 from duplex_gateway.ending import Ended
 from duplex_gateway.metrics import CallEnd
 from duplex_gateway.wire import Message
+from duplex_sidecar.doors.unread import Overdue, Unread
 from duplex_sidecar.protocol.errors import ErrorCode
 
 SEND_TIMEOUT_S = 10.0
@@ -21,9 +23,24 @@ FAREWELL_TIMEOUT_S = 2.0
 class ClientSocket:
     """An accepted connection."""
 
-    def __init__(self, websocket: WebSocket, account: Account) -> None:
+    def __init__(self, websocket: WebSocket, unread: Unread, account: Account) -> None:
+        """unread: of that connection; the call's account has it, too, from now on."""
         self._websocket = websocket
+        self._unread = unread
         self._account = account
+        unread.count_for(account.part())
+
+    def admit(self) -> None:
+        """Its token has proved right."""
+        self._unread.admit()
+
+    async def until_overdue(self) -> NoReturn:
+        """Raises Ended when a message is too long for what room there is, or takes too long."""
+        match await self._unread.overdue():
+            case Overdue.NO_ROOM as why:
+                raise Ended.because(CallEnd.REFUSED, ErrorCode.RESOURCE_EXHAUSTED, why)
+            case Overdue.TOO_SLOW as why:
+                raise Ended.because(CallEnd.SLOW_CLIENT, ErrorCode.SLOW_CONSUMER, why)
 
     async def receive(self) -> Message:
         """The next message, text or binary. Raises Ended."""

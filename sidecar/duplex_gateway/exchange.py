@@ -89,7 +89,8 @@ class Exchange:
         while True:
             message = self._state.next_message()
             if message is not None:
-                await self._upstream.send(message)
+                with self._state.account.holding(len(message)):
+                    await self._upstream.send(message)
             else:
                 self._input_came.clear()
                 await self._input_came.wait()

@@ -29,7 +29,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         held = Gauge(
             "duplex_gateway_held_bytes",
-            "Input that is not durable and output that is not taken, of all calls",
+            "Input that is not whole or not durable, output that is not taken, of all calls",
             registry=self._registry,
         )
         held.set_function(held_bytes)

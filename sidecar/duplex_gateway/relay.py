@@ -80,7 +80,9 @@ class Call:
     async def run(self) -> Ended:
         """To its end; returns how it ended. Raises nothing but a cancellation."""
         try:
-            await first_end(self._listen(), self._talk(), self._until_shutdown())
+            await first_end(
+                self._listen(), self._talk(), self._client.until_overdue(), self._until_shutdown()
+            )
         except Ended as ended:
             return ended
         except Exception:

@@ -9,14 +9,17 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from duplex_gateway.decide import Dial
 from duplex_gateway.wire import Message, resume_message
+from duplex_sidecar.ledger.journal import MAX_JOURNAL_BYTES
 
 DIAL_TIMEOUT_S = 3.0
 SEND_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 PING_EVERY_S = 10.0
 """As long as an answer may take."""
-MAX_EVENT_BYTES = 32 * 1024 * 1024
-MAX_EVENTS_READ_AHEAD = 16
+MAX_EVENT_BYTES = MAX_JOURNAL_BYTES
+"""A sidecar sends no more at once than it keeps of everything that it sent."""
+MAX_EVENTS_READ_AHEAD = 4
+"""While its client does not take one; that of a unit has up to 4 s of sound."""
 
 
 class Unreachable(Exception):

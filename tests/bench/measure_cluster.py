@@ -21,7 +21,9 @@ from support.kube import Json
 from support.operators import login
 from support.releases import SIDECARS, Voice, named, running_voice
 
-from duplex_operator.apply import SESSIONS, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import SESSIONS
 from duplex_sidecar.cli.places import default_checkpoint
 from scripts.cluster import say
 from tests.bench import conditions
@@ -86,7 +88,7 @@ def operator_requests(voice: Voice) -> dict[str, float]:
 async def measure_opening(voice: Voice, found: Found) -> None:
     kube, namespace = voice.cluster, voice.namespace
     connection = login(kube.kubeconfig)
-    user = KubernetesApi(connection)
+    user = KubernetesApi(ApiConnection(connection))
     up_to_ready: dict[str, float] = {}
     try:
         async with SessionWatch(connection, namespace) as watch:
@@ -102,7 +104,7 @@ async def measure_opening(voice: Voice, found: Found) -> None:
                     up_to_ready[key] = up_to_ready.get(key, 0) + count - before.get(key, 0)
                 await asyncio.to_thread(kube.kubectl, "delete", f"dxs/{name}", namespace=namespace)
     finally:
-        await user.close()
+        await user.connection.close()
     found.requests = {key: count / OPENINGS for key, count in up_to_ready.items() if count}
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from support.kube import KubeError
 from support.operators import login
 
-from duplex_operator.apply import ApiError
+from duplex_operator.kube.errors import ApiError
 from scripts.cluster import say
 from tests.bench import conditions
 from tests.bench.__main__ import QUICK_RESULTS, RESULTS, dump

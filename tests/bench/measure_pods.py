@@ -23,7 +23,10 @@ from support.operators import login
 from support.releases import RELEASE, Voice, named, running_voice
 from support.sidecar_pods import Stages
 
-from duplex_operator.apply import PODS, SESSIONS, ApiError, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import ApiError
+from duplex_operator.kube.resources import PODS, SESSIONS
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.cli.places import default_checkpoint
 from scripts.cluster import say
@@ -149,7 +152,7 @@ async def answered(caller: Caller, before: Json) -> float:
 async def measure(voice: Voice, machine: OwnCluster, found: Found, deaths: int) -> None:
     """deaths: of each kind."""
     connection = login(machine.kubeconfig)
-    user = KubernetesApi(connection, requests_per_s=200)
+    user = KubernetesApi(ApiConnection(connection, requests_per_s=200))
 
     async def delete(name: str, uid: str) -> None:
         """At once, without a word to its processes."""
@@ -170,7 +173,7 @@ async def measure(voice: Voice, machine: OwnCluster, found: Found, deaths: int) 
                     await measure_death(site, f"a pod in use: {what}", how)
     finally:
         machine.delete(flows)
-        await user.close()
+        await user.connection.close()
 
 
 def figures_of(found: Found) -> list[Figure]:

@@ -25,7 +25,9 @@ from support.kube import reserve_port, restricted_namespace
 from support.operators import login
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
-from duplex_operator.apply import PODS, POOLS, SESSIONS, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import PODS, POOLS, SESSIONS
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from scripts.cluster import say
@@ -50,7 +52,7 @@ class World:
         self.redis_url = valkey.url
         self.operator_kubeconfig = folder / "operator-kubeconfig"
         self.pods, self.slots = pods, slots
-        self.user = KubernetesApi(login(server.kubeconfig), requests_per_s=2_000)
+        self.user = KubernetesApi(ApiConnection(login(server.kubeconfig), requests_per_s=2_000))
         self._valkey = valkey
         self._kubelet: asyncio.subprocess.Process | None = None
         self._operator: Operator | None = None
@@ -89,7 +91,7 @@ class World:
             assert self._kubelet.stdin is not None
             self._kubelet.stdin.close()
             await self._kubelet.wait()
-        await self.user.close()
+        await self.user.connection.close()
 
     @contextmanager
     def operator(self) -> "Generator[Operator]":

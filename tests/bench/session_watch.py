@@ -11,7 +11,7 @@ import aiohttp
 import kopf
 import msgspec
 
-from duplex_operator.apply import SESSIONS
+from duplex_operator.kube.resources import SESSIONS
 
 WATCH_S = 3_600
 

@@ -9,7 +9,9 @@ from support.api_servers import ApiServer
 from support.operators import login
 
 from duplex_api.constants import API_VERSION, SESSION_KIND, SESSION_PLURAL
-from duplex_operator.apply import SESSIONS, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import SESSIONS
 from duplex_operator.objects import read_session
 
 pytestmark = pytest.mark.cluster
@@ -42,11 +44,11 @@ def test_a_session_with_bottomless_managed_fields_blinds_nobody(
     assert made.count("f:a") == DEPTH
 
     async def listed() -> list[str]:
-        api = KubernetesApi(login(api_server.kubeconfig))
+        api = KubernetesApi(ApiConnection(login(api_server.kubeconfig)))
         try:
             found = await api.list(SESSIONS, api_namespace, read=read_session)
         finally:
-            await api.close()
+            await api.connection.close()
         return [each.meta.key.name for each in found.items if each is not None]
 
     assert asyncio.run(listed()) == ["odd"]

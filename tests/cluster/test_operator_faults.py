@@ -17,17 +17,10 @@ from support.operators import Place, RunningOperator, login, operating, placed, 
 from support.stand_in_pods import StandInPods
 
 from duplex_api.routes import RouteRecord, route_key
-from duplex_operator.apply import (
-    EVENTS,
-    PODS,
-    POOLS,
-    SECRETS,
-    SESSIONS,
-    ApiError,
-    KubernetesApi,
-    MissingError,
-    RefusedError,
-)
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import ApiError, MissingError, RefusedError
+from duplex_operator.kube.resources import EVENTS, PODS, POOLS, SECRETS, SESSIONS
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
@@ -63,7 +56,7 @@ async def with_kubelet(
 ) -> AsyncIterator[Place]:
     """A place whose pods are made by the operator and run by a stand-in of a kubelet."""
     kubelet = StandInPods(server.kubeconfig, redis_url, namespace, slots)
-    user = KubernetesApi(login(server.kubeconfig))
+    user = KubernetesApi(ApiConnection(login(server.kubeconfig)))
     place = Place(user, server.kubeconfig, redis_url, namespace, pods=kubelet.pods)
     work = asyncio.create_task(kubelet.run())
     try:
@@ -73,7 +66,7 @@ async def with_kubelet(
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await kubelet.close()
-        await user.close()
+        await user.connection.close()
 
 
 async def leading(process: Process) -> None:
@@ -173,7 +166,7 @@ async def test_a_session_is_taken_back_while_it_is_placed(
     """Right before its placement is written, and right after. No slot is left behind."""
     await place.make_pool()
     pod = await place.make_pod("pod-a")
-    running = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+    running = RunningOperator(place, KubernetesApi(ApiConnection(login(place.kubeconfig))))
     real, edits = running.api.patch, list[str]()
 
     async def patch(resource: Any, key: ObjectKey, body: Any, **named: Any) -> Any:
@@ -290,7 +283,7 @@ async def as_neighbour(
     config["users"][0]["user"] = {"token": server.token_for(NEIGHBOUR, namespace)}
     kubeconfig = folder / "neighbour"
     kubeconfig.write_text(yaml.safe_dump(config))
-    api = KubernetesApi(login(kubeconfig))
+    api = KubernetesApi(ApiConnection(login(kubeconfig)))
 
     async def granted() -> bool:
         """The API server learns of a binding a moment after it has taken it."""
@@ -304,7 +297,7 @@ async def as_neighbour(
         await until(granted, "the rights of the neighbour")
         yield api
     finally:
-        await api.close()
+        await api.connection.close()
 
 
 async def test_a_neighbour_reaches_nothing_here(

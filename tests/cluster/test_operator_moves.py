@@ -21,7 +21,10 @@ from support.stand_in_sidecar import StandInSidecar
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
 from duplex_api.routes import WAKE_FIELD, WAKE_STREAM
-from duplex_operator.apply import PODS, POOLS, SECRETS, SESSIONS, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import MissingError
+from duplex_operator.kube.resources import PODS, POOLS, SECRETS, SESSIONS
 from duplex_operator.names import ADMIN_PORT, LABEL_OCCUPIED
 from duplex_operator.objects import ObjectKey
 from duplex_operator.reign import Reign
@@ -44,8 +47,8 @@ class World:
         self.server = server
         self.namespace = namespace
         self.redis_url = redis_url
-        self.user = KubernetesApi(login(server.kubeconfig))
-        self.api = KubernetesApi(login(server.kubeconfig))
+        self.user = KubernetesApi(ApiConnection(login(server.kubeconfig)))
+        self.api = KubernetesApi(ApiConnection(login(server.kubeconfig)))
         self.sidecars: dict[str, StandInSidecar] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -68,8 +71,8 @@ class World:
             await sidecar.die()
         for name in await self.pod_names():
             await asyncio.to_thread(self.server.finish_pod, name, self.namespace)
-        await self.user.close()
-        await self.api.close()
+        await self.user.connection.close()
+        await self.api.connection.close()
 
     async def _kubelet(self) -> None:
         while True:

@@ -15,6 +15,7 @@ from support.pool_rig import PoolRig, decoded, pool_rig
 from duplex_operator.decide.pods import Mark
 from duplex_operator.names import ANNOTATION_SERVED_BY, LABEL_OCCUPIED
 from duplex_operator.objects import PodObject, timestamp
+from duplex_operator.resources.budgets import MORE_THAN_ANY_POOL
 from duplex_operator.resources.pool_secrets import TOKEN_LIFE_MS
 
 pytestmark = pytest.mark.cluster
@@ -48,15 +49,15 @@ async def test_a_pool_gets_its_pods_its_secret_and_its_budget(rig: PoolRig) -> N
     assert secret.token
     assert secret.redis_url == rig.context.settings.redis_url
     budget = yaml.safe_load(await rig.kubectl("get", "pdb", "demo-occupied", "-o", "yaml"))
-    assert budget["spec"]["maxUnavailable"] == 0
+    assert budget["spec"]["minAvailable"] == MORE_THAN_ANY_POOL
     assert pool["status"]["replicas"] == 2
     assert pool["status"]["selector"].endswith("duplex.dev/pool=demo")
     assert (await rig.conditions())["Ready"] == ("False", "NoReadyPods")
     assert (await rig.event_reasons()).count("PodCreated") == 2
-    before = rig.api.requests.total()
+    before = rig.api.connection.requests.total()
     await rig.look()
     # Four lists are the rig's own.
-    assert rig.api.requests.total() - before == 8
+    assert rig.api.connection.requests.total() - before == 8
 
 
 @pytest.mark.parametrize("name", POOLS)

@@ -17,7 +17,9 @@ from support.operators import Place, login, until
 from support.stand_in_pods import StandInPods
 
 from duplex_api.constants import API_GROUP
-from duplex_operator.apply import CONFIG_MAPS, PODS, POOLS, SECRETS, SESSIONS, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import CONFIG_MAPS, PODS, POOLS, SECRETS, SESSIONS
 from duplex_operator.leader import Leader
 from duplex_operator.names import LABEL_VOICE
 from duplex_operator.objects import ObjectKey
@@ -153,8 +155,10 @@ class Rights:
             sidecar_image="duplex/sidecar:1",
             secrets_period_s=1.0,
         )
-        api = KubernetesApi(login(self.kubeconfig), may_write=lambda: leader.leads)
-        leader = Leader(api, ObjectKey(NAMESPACE, settings.lease_name), identity)
+        connection = ApiConnection(login(self.kubeconfig))
+        lease = ObjectKey(NAMESPACE, settings.lease_name)
+        leader = Leader(KubernetesApi(connection), lease, identity)
+        api = KubernetesApi(connection, may_write=lambda: leader.leads)
         reign = Reign(settings, api)
         work = asyncio.create_task(leader.run(reign.run))
         try:
@@ -163,7 +167,7 @@ class Rights:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            await api.close()
+            await connection.close()
 
 
 @pytest.fixture
@@ -202,7 +206,7 @@ async def test_every_right_is_needed_and_none_is_missing(
     rights: Rights, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kubelet = StandInPods(rights.server.kubeconfig, valkey.url, NAMESPACE, 4)
-    user = KubernetesApi(login(rights.server.kubeconfig))
+    user = KubernetesApi(ApiConnection(login(rights.server.kubeconfig)))
     place = Place(user, rights.server.kubeconfig, valkey.url, NAMESPACE, pods=kubelet.pods)
     work = asyncio.create_task(kubelet.run())
     try:
@@ -214,7 +218,7 @@ async def test_every_right_is_needed_and_none_is_missing(
 
             async def moved() -> bool:
                 written = ("patch secrets", "patch poddisruptionbudgets")
-                return all(api.requests[what] for what in written)
+                return all(api.connection.requests[what] for what in written)
 
             await until(moved, "the Secret and the budget")
         assert not work.done()
@@ -222,7 +226,7 @@ async def test_every_right_is_needed_and_none_is_missing(
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await kubelet.close()
-        await user.close()
+        await user.connection.close()
     used = asked(rights.audit)
     assert {right for right, codes in used.items() if 403 in codes} == set()
     assert granted(rights.roles) - set(used) == BLOCKS_OWNERS
@@ -264,6 +268,6 @@ async def live(place: Place, api: KubernetesApi) -> None:
     await until(smaller, "one pod")
 
     async def looked_at() -> bool:
-        return api.requests["list secrets"] > 0
+        return api.connection.requests["list secrets"] > 0
 
     await until(looked_at, "a look at the tokens")

@@ -23,7 +23,9 @@ from support.stand_in_sidecar import StandInSidecar, sha256
 
 from duplex_api.routes import RouteRecord, call_key, route_key
 from duplex_api.session import SessionPhase
-from duplex_operator.apply import POOLS, SECRETS, SESSIONS, KubernetesApi
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import POOLS, SECRETS, SESSIONS
 from duplex_operator.names import ADMIN_PORT
 from duplex_operator.objects import Kind, ObjectKey
 from duplex_operator.sweep import check_tokens, sweep_once
@@ -103,7 +105,7 @@ async def test_a_session_is_ready_after_five_requests(place: Place, redis: Redis
         assert await told() == ["Ready"]
         writes = {
             what: count
-            for what, count in operator.api.requests.items()
+            for what, count in operator.api.connection.requests.items()
             if not what.startswith(("list ", "watch "))
         }
         # The first session of a pod has the pod marked occupied, for all that come after it.
@@ -418,8 +420,8 @@ async def test_a_restarted_operator_leaves_live_sessions_alone(place: Place) -> 
         await operator.reign.context.dirty.drained()
         assert (await place.status("two"))["phase"] == "Ready"
         assert pod.calls.count("PUT sessions/*") == 2
-        assert operator.api.requests["patch-status duplexsessions"] == 1
-        assert operator.api.requests["get secrets"] == 0
+        assert operator.api.connection.requests["patch-status duplexsessions"] == 1
+        assert operator.api.connection.requests["get secrets"] == 0
 
 
 async def test_what_happened_without_an_operator_is_made_good(place: Place) -> None:
@@ -640,7 +642,7 @@ async def test_an_edit_in_the_middle_of_placing(
 ) -> None:
     await place.make_pool()
     pod = await place.make_pod("pod-a")
-    operator = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+    operator = RunningOperator(place, KubernetesApi(ApiConnection(login(place.kubeconfig))))
     real, conflicts = operator.api.patch, 0
 
     async def patch(resource: Any, key: ObjectKey, body: Any, **named: Any) -> Any:
@@ -675,7 +677,7 @@ async def test_an_operator_killed_at_any_step_of_placing(
     while True:
         step += 1
         name = f"talk-{step}"
-        first = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        first = RunningOperator(place, KubernetesApi(ApiConnection(login(place.kubeconfig))))
         reaper = Reaper(step, after=after)
         reaper.watch(first, monkeypatch.setattr)
         await first.start()
@@ -727,7 +729,7 @@ async def test_an_operator_killed_at_any_step_of_handing_over(
             await place.phase(name, "Ready")
             first.attach(uid)
             await place.phase(name, "Active")
-        killed = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        killed = RunningOperator(place, KubernetesApi(ApiConnection(login(place.kubeconfig))))
         reaper = Reaper(step, after=after, passing={"route-write"})
         reaper.watch(killed, monkeypatch.setattr)
         await killed.start()
@@ -759,7 +761,7 @@ async def test_an_operator_killed_at_any_step_of_deleting(
         async with operating(place):
             uid = await place.make_session(f"talk-{step}")
             await place.phase(f"talk-{step}", "Ready")
-        killed = RunningOperator(place, KubernetesApi(login(place.kubeconfig)))
+        killed = RunningOperator(place, KubernetesApi(ApiConnection(login(place.kubeconfig))))
         reaper = Reaper(step, after=after, passing={"route-write"})
         reaper.watch(killed, monkeypatch.setattr)
         await killed.start()

@@ -9,7 +9,7 @@ from support.api_servers import ApiServer
 from support.operators import Place, operating, placed, until
 
 from duplex_api.given_voices import given_voice_name
-from duplex_operator.apply import CONFIG_MAPS, SECRETS, Resource
+from duplex_operator.kube.resources import CONFIG_MAPS, SECRETS, Resource
 from duplex_operator.names import LABEL_VOICE
 from duplex_operator.objects import ObjectKey
 from duplex_sidecar.ledger.embedded import EmbeddedValkey

@@ -54,10 +54,11 @@ from duplex_sidecar.protocol.events import (
     TurnTruncated,
     UnitDone,
 )
+from duplex_sidecar.session.arrivals import Claim
 from duplex_sidecar.session.assembly import Assembly, as_they_are
 from duplex_sidecar.session.model import ServedModel
 from duplex_sidecar.session.port import Attachment
-from duplex_sidecar.session.registry import Claim, SessionRegistry
+from duplex_sidecar.session.registry import SessionRegistry
 from duplex_sidecar.session.roster import Roster
 from duplex_sidecar.session.stages import StageSet
 from duplex_sidecar.stages.envelope import WaveFeed

@@ -21,9 +21,10 @@ from duplex_sidecar.ledger.server import Durability
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 from session_kit import Terms, eventually
-from support.disk_shim import build_shim
+from support.disk_shim import DiskShim, build_shim
 from support.histories import END, Doors, Lost, Member, Person, World, ledger_end, short_leases
 from support.ledger_sites import Fault, Site, site
+from support.valkeys import ValkeyProcess, crash
 
 pytestmark = pytest.mark.fault
 
@@ -249,3 +250,34 @@ async def test_a_living_owner_mends_what_the_disk_has_lost(
     left = await accepted_units(place, session)
     assert left is not None
     assert left >= told + MORE
+
+
+@pytest.mark.parametrize("keeps_up", [True, False])
+def test_a_death_while_the_disk_is_busy_costs_what_was_not_written(
+    tmp_path: Path, library: Path, keeps_up: bool
+) -> None:
+    """`everysec` answers before it writes while an earlier sync is under way."""
+    shim = DiskShim(library, tmp_path / "shim")
+    folder = tmp_path / "server"
+    options = ("--appendonly", "yes", "--appendfsync", "everysec")
+    server = ValkeyProcess(folder, *options, environment=shim.environment)
+    server.start()
+    try:
+        with server.client as client:
+            shim.set(hold=True)
+            number = 0
+            while client.info("persistence")["aof_buffer_length"] == 0:
+                client.set(f"key-{number}", "before or behind")
+                number += 1
+            client.set("confirmed", "yes")
+        if keeps_up:
+            crash(server)
+        else:
+            server.kill()
+        shim.set()
+        server.start()
+        with server.client as client:
+            assert client.exists("confirmed") == keeps_up
+    finally:
+        server.kill()
+        shim.close()

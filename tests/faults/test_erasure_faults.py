@@ -171,3 +171,21 @@ async def test_an_erasure_whose_caller_ends_half_way_is_found(
     assert await ledger.erase(session) == 0
     assert await begun(ledger) == []
     await ledger.close()
+
+
+async def test_one_that_is_not_confirmed_holds_up_no_other(
+    pair: tuple[ValkeyProcess, ValkeyProcess], session: str, tmp_path: Path
+) -> None:
+    primary, replica = pair
+    ledger = await Ledger.connect(primary.url)
+    kept = PendingErasures(tmp_path / "cache", primary.url)
+    names = [f"{session}-{number}" for number in range(3)]
+    for name in names:
+        await Writer.create(ledger, name)
+        kept.add(name)
+    replica.signal(signal.SIGSTOP)
+    assert await finish_erasures(ledger, kept) == 0
+    assert [await ledger.phase(name) for name in names] == [Phase.ERASED] * 3
+    assert kept.sessions() == names
+    replica.signal(signal.SIGCONT)
+    await ledger.close()

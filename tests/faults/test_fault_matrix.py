@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 from support import last_run
 from support.aof_witness import AofWitness
-from support.valkeys import failing_pair
+from support.valkeys import crash, failing_pair
 
 from duplex_sidecar.cli.history import check
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -61,7 +61,7 @@ class Ground:
             yield Server(pair.primary.url, self._restart, self._configure, pair.fail_over)
 
     def _restart(self) -> None:
-        self.valkey.kill()
+        crash(self.valkey)
         self.valkey.start()
 
     def _configure(self, name: str, value: str) -> None:

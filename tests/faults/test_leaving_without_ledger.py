@@ -2,6 +2,7 @@
 was acknowledged is there for the next one."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from support.patience import PATIENCE_S
 from support.valkeys import dead, frozen
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
+from duplex_sidecar.ledger.repair import RecentWrites
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.session import departures, ending
 
@@ -151,3 +153,28 @@ async def test_a_ledger_that_comes_back_within_the_grace_hears_of_the_park(
         meta = await here.ledger.reader.meta("lucky")
         assert meta is not None
         assert (meta.phase, meta.reason) == (Phase.PARKED, "drain")
+
+
+def kept_writes() -> int:
+    """Owners whose newest writes are kept in this process, to give them back to a ledger that
+    loses them: up to 32 MiB each."""
+    return sum(type(each) is RecentWrites for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("outage", [frozen, dead])
+async def test_who_has_gone_without_its_ledger_leaves_nothing_behind(
+    valkey: EmbeddedValkey, outage: Outage
+) -> None:
+    gc.collect()
+    before = kept_writes()
+    async with replica(valkey.url, "here", call_timeout_ms=400) as here:
+        caller = Caller(f"gone-{outage.__name__}")
+        await here.open(caller.session, Terms("context"))
+        await caller.dial(here)
+        await caller.talk(3)
+        assert kept_writes() == before + 1
+        with outage(valkey):
+            here.registry.live[caller.session].let_go()
+            await eventually(lambda: not here.registry.live)
+            gc.collect()
+            assert kept_writes() == before

@@ -196,6 +196,26 @@ async def test_a_cluster_of_which_a_node_is_away_is_unavailable_there_alone(
     wait_until(lambda: _is_ok(nodes[0]))
 
 
+async def test_nodes_get_their_scripts_again_whichever_other_one_is_away(
+    nodes: list[ValkeyProcess], ledger: Ledger, session: str
+) -> None:
+    wait_until(lambda: all(_is_ok(node) for node in nodes))
+    names = [f"{session}-{number}" for number in range(SESSIONS)]
+    writers = {name: await Writer.create(ledger, name) for name in names}
+    for node in nodes:
+        with node.client as client:
+            client.config_set("cluster-require-full-coverage", "no")
+    here = [name for name in names if not _has(nodes[0], session_keys(name).all())]
+    nodes[0].kill()
+    for node in nodes[1:]:
+        with node.client as client:
+            client.script_flush()  # as if these had been started anew
+    for name in here:
+        await writers[name].unit(1)
+    nodes[0].start()
+    wait_until(lambda: all(_is_ok(node) for node in nodes))
+
+
 def _is_ok(node: ValkeyProcess) -> bool:
     with node.client as client:
         return bool(client.cluster("info")["cluster_state"] == "ok")

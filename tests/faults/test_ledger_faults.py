@@ -13,6 +13,7 @@ import pytest
 from support.ledger_kit import LossyProxy, Writer, spoken_batch
 from support.patience import PATIENCE_S, PATIENT
 from support.standstill import Standstill
+from support.valkeys import crash
 
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import LeaseLost, LedgerUnavailable
@@ -246,7 +247,7 @@ async def test_a_killed_server_comes_back_with_everything_and_the_owner_goes_on(
     writer = await Writer.create(direct, session)
     await writer.units(5)
     await direct.journal(writer.lease, spoken_batch(1, 1, chunk=0))
-    valkey.kill()
+    crash(valkey)
     with pytest.raises(LedgerUnavailable):
         await writer.accept(6)
     valkey.start()
@@ -265,7 +266,7 @@ async def test_many_sessions_survive_a_restart_over_one_pool(
 ) -> None:
     writers = [await Writer.create(direct, f"{session}-{number}") for number in range(20)]
     await asyncio.gather(*(writer.unit(1) for writer in writers))
-    valkey.kill()
+    crash(valkey)
     valkey.start()
     await asyncio.gather(*(writer.unit(2) for writer in writers))
     for writer in writers:
@@ -279,7 +280,7 @@ async def test_the_keeper_falls_silent_and_takes_the_same_fence_up_again(
     writer = await Writer.create(direct, session)
     keeper = LeaseKeeper(direct.renew, writer.lease)
     keeper.start()
-    valkey.kill()
+    crash(valkey)
     await asyncio.sleep(2.7)
     assert keeper.state is LeaseState.SILENT
     valkey.start()

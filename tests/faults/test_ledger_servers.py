@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.ledger_kit import Writer, spoken_batch
 from support.patience import PATIENCE_S, PATIENT
-from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
+from support.valkeys import ValkeyProcess, connected_replicas, primary_and_replica, wait_until
 
 from duplex_sidecar.client.local_sidecar import free_port
 from duplex_sidecar.ledger.call import Head, PendingCall
@@ -269,3 +269,31 @@ async def test_all_keys_of_a_session_live_on_one_node_of_a_cluster(
         await ledger.close()
     finally:
         server.kill()
+
+
+# --- whether it answers ---------------------------------------------------------------------------
+
+
+async def test_a_server_that_takes_no_writes_does_not_answer(
+    pair: tuple[ValkeyProcess, ValkeyProcess],
+) -> None:
+    """It reads, and says PONG: but no session begins there, and none goes on."""
+    primary, replica = pair
+    ledger = await Ledger.connect(primary.url, PATIENT)
+    demoted = await Ledger.connect(replica.url, PATIENT)
+    try:
+        await ledger.ping()
+        with pytest.raises(LedgerUnavailable, match="read only"):
+            await demoted.ping()
+        replica.kill()
+        await asyncio.to_thread(wait_until, lambda: connected_replicas(primary) == 0)
+        with pytest.raises(LedgerUnavailable, match="NOREPLICAS"):
+            await ledger.ping()
+        with primary.client as client:
+            client.config_set("min-replicas-to-write", 0)
+            client.script_flush()
+            client.config_set("maxmemory", 1)
+        await ledger.ping()  # sessions that are there keep their leases
+    finally:
+        await demoted.close()
+        await ledger.close()

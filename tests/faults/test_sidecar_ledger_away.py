@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from support.arena import LEDGER_HOLD_S, Arena
@@ -16,6 +17,7 @@ from support.patience import PATIENCE_S
 from support.realtime import UNIT_BYTES, RealtimeClient, conversing, joined
 from support.sidecars import get
 from support.talks import CONTEXT, undisturbed
+from support.valkeys import crash
 
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
@@ -61,7 +63,9 @@ async def outage(arena: Arena, how: signal.Signals) -> AsyncGenerator[Outage]:
     valkey = arena.bed.valkey
     pid = valkey.pid
     assert pid is not None
-    away = Outage(valkey, valkey.kill if how is signal.SIGKILL else lambda: os.kill(pid, how))
+    away = Outage(
+        valkey, partial(crash, valkey) if how is signal.SIGKILL else partial(os.kill, pid, how)
+    )
     try:
         yield away
     finally:

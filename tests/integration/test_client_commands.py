@@ -40,7 +40,11 @@ from duplex_sidecar.protocol.events import (
     TurnTruncated,
     UnitDone,
 )
-from duplex_sidecar.session.client_commands import MAX_WAITING_COMMANDS, CommandDesk
+from duplex_sidecar.session.client_commands import (
+    MAX_TRUNCATIONS,
+    MAX_WAITING_COMMANDS,
+    CommandDesk,
+)
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerFeed
@@ -518,6 +522,44 @@ async def test_more_than_the_desk_holds_is_refused_by_name(here: Replica) -> Non
     assert caller.failures[-1].code is ErrorCode.INPUT_OVERFLOW
     pause.go.set()
     await caller.until_unit(1)
+
+
+async def test_truncations_without_a_unit_between_them_do_not_grow_the_ledger(
+    here: Replica,
+) -> None:
+    """Only a commit drops anything of chain and journal: without a bound a client that says it
+    again and again fills the ledger's server past the session's limit."""
+    await here.open("again", Terms("context"))
+    caller = Caller("again")
+    await caller.dial(here)
+    unit = await in_mid_reply(caller)
+    turn, grown = sounds(caller)[-1].turn, list[int]()
+
+    async def truncated() -> bool:
+        await caller.tell(TruncateReply(turn=turn, heard_ms=1))
+        told = await caller.until(
+            lambda event: (
+                isinstance(event, Failure)
+                or (isinstance(event, Sequenced) and isinstance(event.body, TurnTruncated))
+            )
+        )
+        return not isinstance(told, Failure)
+
+    done = 0
+    while done < 3 * MAX_TRUNCATIONS and await truncated():
+        done += 1
+    assert done == MAX_TRUNCATIONS
+    assert caller.failures[-1].code is ErrorCode.INPUT_OVERFLOW
+    for _ in range(3):
+        meta = await here.ledger.reader.meta("again")
+        assert meta is not None
+        grown.append(meta.bytes)
+        assert not await truncated()
+    assert grown[0] == grown[-1]
+    await caller.talk(unit + 1)
+    assert await truncated()
+    await caller.talk(unit + 8)
+    check_events(caller)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -595,7 +595,7 @@ async def test_a_session_that_leaves_otherwise_meanwhile(
         case "erase":
             await here.registry.departures.erase(session)
         case _:
-            here.registry.live[session].let_go()
+            here.registry.live[session].wishes.let_go()
     with pytest.raises(ClientError) as error:
         await moving
     expected = {"park": ErrorCode.PARKED, "let_go": ErrorCode.LEASE_LOST}

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,8 +25,9 @@ from support.ledger_kit import (
 from support.patience import PATIENCE_S, PATIENT
 
 from duplex_sidecar.ledger import records, store, token
-from duplex_sidecar.ledger.call import Head
+from duplex_sidecar.ledger.call import Head, PendingCall
 from duplex_sidecar.ledger.client_calls import Played, cut_call
+from duplex_sidecar.ledger.connection import Connection, Reply
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 from duplex_sidecar.ledger.errors import (
     HeadMismatch,
@@ -47,6 +49,7 @@ from duplex_sidecar.ledger.journal import JournalBatch
 from duplex_sidecar.ledger.keys import session_keys
 from duplex_sidecar.ledger.lease import RENEW_PERIOD_MS, Lease, LeaseKeeper
 from duplex_sidecar.ledger.media import Trim
+from duplex_sidecar.ledger.moving import new_offer
 from duplex_sidecar.ledger.records import (
     CancelledDraft,
     ClosedDraft,
@@ -398,16 +401,70 @@ async def test_a_lease_lasts_no_longer_because_the_servers_clock_went_back(
     assert int(await raw.hget(meta, "settle_until") or 0) < ahead_ms - 3_500_000
 
 
+@pytest.mark.parametrize("fence", [50, None], ids=["placed", "alone"])
+@pytest.mark.parametrize("executed", [False, True], ids=["first", "repeat"])
 async def test_an_acquisition_that_comes_behind_the_one_that_replaced_it_takes_nothing(
-    ledger: Ledger, session: str
+    ledger: Ledger,
+    session: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    executed: bool,
+    fence: int | None,
 ) -> None:
+    """What a caller gave up may be on its way still, whether or not its repeat was there."""
     writer = await Writer.create(ledger, session)
     await ledger.release(writer.lease)
-    await ledger.acquire(session, "replica-b", fence=50, nonce="given up")
-    lease = await ledger.acquire(session, "replica-b", fence=50, nonce="the second")
+    late = await given_up(monkeypatch, partial(ledger.acquire, session, "replica-b", fence=fence))
+    if executed:
+        await ledger.retry_unknown(late)
+        if fence is None:
+            await ledger.break_lease(session, replica="replica-b")
+    lease = await ledger.acquire(session, "replica-b", fence=fence)
     with pytest.raises(StaleFence):
-        await ledger.acquire(session, "replica-b", fence=50, nonce="given up")
+        await ledger.retry_unknown(late)
     await ledger.renew(lease)
+    await ledger.park(lease, writer.head, "requested")
+    with pytest.raises(StaleFence):
+        await ledger.retry_unknown(late)
+    assert await ledger.phase(session) is Phase.PARKED
+
+
+async def test_an_offer_that_comes_behind_the_one_that_replaced_it_changes_nothing(
+    ledger: Ledger, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the lease would go to a nonce that nobody has. Nor does an acquisition from before."""
+    writer = await Writer.create(ledger, session)
+    first = new_offer(session, "replica-b", 50)
+    acquiring = await given_up(monkeypatch, partial(ledger.acquire, session, "replica-b", fence=50))
+    late = await given_up(monkeypatch, partial(ledger.moves.offer, first))
+    second = new_offer(session, "replica-b", 50)
+    await ledger.moves.offer(second)
+    with pytest.raises(StaleFence):
+        await ledger.retry_unknown(late)
+    await ledger.moves.hand_over(writer.lease, writer.head, replica="replica-b", fence=50)
+    with pytest.raises(StaleFence):
+        await ledger.retry_unknown(acquiring)
+    lease = await ledger.acquire(session, "replica-b", fence=50, nonce=second.nonce)
+    await ledger.renew(lease)
+    again = await ledger.acquire(session, "replica-b", fence=50)  # asked for later: it counts
+    await ledger.renew(again)
+
+
+async def given_up(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Awaitable[object]]
+) -> PendingCall:
+    """A call that has left and reached nobody yet."""
+    left: list[PendingCall] = []
+
+    async def nothing(_: Connection, call: PendingCall) -> Reply:
+        left.append(call)
+        raise LedgerUnavailable(call.session, "no answer", pending=call)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "call", nothing)
+        with pytest.raises(LedgerUnavailable):
+            await call()
+    return left[0]
 
 
 async def test_numbers_of_commands_that_come_late_do_not_undo_newer_ones(
@@ -562,10 +619,10 @@ async def test_a_cut_happens_whole_or_not_at_all(ledger: Ledger, raw: Redis, ses
 async def test_a_cut_sent_again_is_done_once(ledger: Ledger, raw: Redis, session: str) -> None:
     writer = await Writer.create(ledger, session)
     await writer.unit(1)
-    call, then = cut_call(writer.lease, writer.head, cut_of(truncated_draft(1, 1), 1))
-    assert await ledger.retry_unknown(call) == then
+    call = cut_call(writer.lease, writer.head, cut_of(truncated_draft(1, 1), 1))
+    assert await ledger.retry_unknown(call) == call.then
     before = await everything(raw, session)
-    assert await ledger.retry_unknown(call) == then
+    assert await ledger.retry_unknown(call) == call.then
     assert await everything(raw, session) == before
 
 

@@ -32,7 +32,7 @@ from duplex_sidecar.protocol.events import (
     SessionOpened,
 )
 from duplex_sidecar.session import outbox
-from duplex_sidecar.session.ending import parked
+from duplex_sidecar.session.ending import Ending, parked
 from duplex_sidecar.session.mailbox import MAILBOX_COMMANDS
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.parking import ParkReason
@@ -323,7 +323,7 @@ async def test_commands_after_the_end_never_hang(here: Replica) -> None:
             assert error.value.code is ErrorCode.SESSION_ENDED
         assert await caller.attachment.next_event() is None
         await caller.attachment.detach()
-        await actor.end(ErrorCode.SESSION_ENDED, "again")
+        await actor.end(Ending(ErrorCode.SESSION_ENDED, "again"))
         with pytest.raises(ClientError):
             actor.attach(None)
 
@@ -337,7 +337,7 @@ async def test_submitters_that_wait_for_room_are_let_go_at_the_end(here: Replica
     for _ in range(MAILBOX_COMMANDS):
         await attachment.submit(Heartbeat())
     waiting = [asyncio.create_task(attachment.submit(Heartbeat(str(k)))) for k in range(5)]
-    ending = asyncio.create_task(actor.end(ErrorCode.SESSION_ENDED, "now"))
+    ending = asyncio.create_task(actor.end(Ending(ErrorCode.SESSION_ENDED, "now")))
     async with asyncio.timeout(PATIENCE_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         await ending
@@ -649,16 +649,16 @@ async def test_a_shutdown_given_up_still_lets_go(valkey: EmbeddedValkey) -> None
 async def test_a_session_let_go_before_it_began(valkey: EmbeddedValkey) -> None:
     async with replica(valkey.url, "brief") as here:
         opening = asyncio.create_task(here.open("brief", Terms("context")))
-        started = here.registry._start
+        started = here.registry._arrivals._start
         closing: list[asyncio.Task[None]] = []
 
         def start_and_close(*args: Any) -> Any:
             actor = started(*args)
             closing.append(asyncio.create_task(here.registry.close()))
-            actor.let_go()
+            actor.wishes.let_go()
             return actor
 
-        here.registry._start = start_and_close  # type: ignore[method-assign]
+        here.registry._arrivals._start = start_and_close  # type: ignore[method-assign]
         await opening
         await closing[0]
         assert here.registry.free_slots == SLOTS

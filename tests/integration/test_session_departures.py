@@ -78,7 +78,7 @@ async def test_a_session_that_is_being_let_go_of_is_ended_all_the_same(
 ) -> None:
     await called(here, "leaving")
     pause = held_up(monkeypatch, here, "release")
-    here.registry.live["leaving"].let_go()
+    here.registry.live["leaving"].wishes.let_go()
     await reached(pause)
     ending = asyncio.create_task(here.registry.end("leaving"))
     await asyncio.sleep(0)

@@ -90,10 +90,10 @@ async def test_why_it_is_not_ready_is_for_those_who_run_it(loopback: bool, told:
 
 
 @asynccontextmanager
-async def serving_nothing() -> AsyncGenerator[tuple[str, int]]:
-    """An empty app behind the sidecar's own HTTP; its address."""
+async def serving_nothing(app: FastAPI | None = None) -> AsyncGenerator[tuple[str, int]]:
+    """An app, empty if none is given, behind the sidecar's own HTTP; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = serving._Server(serving._config(FastAPI(), "off"))
+    server = serving._Server(serving._config(app or FastAPI(), "off"))
     task = asyncio.create_task(server.serve([listener]))
     try:
         yield listener.getsockname()
@@ -113,6 +113,55 @@ async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.M
                 assert await reader.read() == b""
             writer.close()
             await writer.wait_closed()
+
+
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: sidecar\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "drop"),
+    [
+        (LIVEZ + b"\r\n", b"G"),
+        (LIVEZ + b"Content-Length: 1000000\r\n\r\n", b"x"),
+    ],
+    ids=["the next request", "the rest of the first one"],
+)
+async def test_connections_that_ask_a_byte_at_a_time_are_closed(
+    first: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte by itself comes in good time."""
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 1.0)
+    async with serving_nothing() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(first)
+        assert b"404" in await reader.readuntil(b"}")
+        closed = asyncio.create_task(reader.read())
+        async with asyncio.timeout(PATIENCE_S):
+            while not closed.done():
+                writer.write(drop)
+                await asyncio.wait({closed}, timeout=0.05)
+        writer.close()
+        await asyncio.gather(closed, writer.wait_closed(), return_exceptions=True)
+
+
+async def test_a_request_under_way_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may take as long as it likes: the admin API's feed has no end."""
+    monkeypatch.setattr("duplex_sidecar.doors.http.REQUEST_TIMEOUT_S", 0.1)
+    app, more = FastAPI(), asyncio.Event()
+
+    @app.get("/long")
+    async def long() -> dict[str, bool]:
+        await more.wait()
+        return {"whole": True}
+
+    _ = long
+    async with serving_nothing(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /long HTTP/1.1\r\nHost: sidecar\r\n\r\n")
+        asyncio.get_running_loop().call_later(0.5, more.set)
+        assert b"whole" in await reader.readuntil(b"}")
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_connection_that_is_closed_is_not_kept_until_its_time_is_up(

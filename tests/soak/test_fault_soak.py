@@ -6,7 +6,8 @@ is lost or said twice, and neither a sidecar nor the ledger's server grows.
 
 Every cell of the matrix has its turn before any comes again; which comes when is drawn, with
 SOAK_SEED. In the last third no sidecar is ended, so that memory can be judged. `last_soak.json`
-beside this file says what happened; with DUPLEX_KEEP_RUN=NAME it is also kept as
+beside this file says what happened, `last_failure.jsonl` what was seen of a cell that failed (for
+`duplex history check`). With DUPLEX_KEEP_RUN=NAME the report is also kept as
 `results/NAME.json`. What must have happened grows with the length, and from 30 minutes on memory
 must have been judged (`support/soak_judge.py`).
 """
@@ -51,6 +52,8 @@ pytestmark = [
     pytest.mark.timeout(MINUTES * 60 + 4 * LONGEST_CELL_S),
 ]
 REPORT = Path(__file__).with_name("last_soak.json")
+HISTORY = Path(__file__).with_name("last_failure.jsonl")
+"""Of the cell that failed: what it costs to see it again is more than it is large."""
 
 
 @dataclass
@@ -127,9 +130,7 @@ def drawn(chance: random.Random, *, unhurt: bool) -> list[tuple[Fault, Moment]]:
     return cells
 
 
-async def one_cell(
-    soak: Soak, fleet: Fleet, fault: Fault, moment: Moment, seed: int, folder: Path
-) -> None:
+async def one_cell(soak: Soak, fleet: Fleet, fault: Fault, moment: Moment, seed: int) -> None:
     name = f"soak-{len(soak.reports)}"
     try:
         grounds = await fleet.hold(name, fault, moment, seed)
@@ -143,12 +144,12 @@ async def one_cell(
     of_fault = soak.cells.setdefault(fault.name, {})
     of_fault[moment.name] = of_fault.get(moment.name, 0) + 1
     if report.violations:
-        file = grounds.observer.write(folder / f"{name}.jsonl")
+        file = grounds.observer.write(HISTORY)
         soak.failed.append(f"{fault.name}-{moment.name}: {file}")
         raise AssertionError(f"{report.violations[:3]}: {file}")
 
 
-async def test_faults_at_random(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_faults_at_random(tiny_checkpoint: Path) -> None:
     chance, soak = random.Random(SEED), Soak()
     bed = make_bed(tiny_checkpoint)
     began_s = time.monotonic()
@@ -163,7 +164,7 @@ async def test_faults_at_random(tiny_checkpoint: Path, tmp_path: Path) -> None:
                 if not unhurt and passed_s >= MINUTES * 60 * (1 - UNHURT_SHARE):
                     unhurt, cells = True, []
                 cells = cells or drawn(chance, unhurt=unhurt)
-                await one_cell(soak, fleet, *cells.pop(), chance.randrange(1 << 16), tmp_path)
+                await one_cell(soak, fleet, *cells.pop(), chance.randrange(1 << 16))
                 soak.look(fleet)
     finally:
         soak.write((time.monotonic() - began_s) / 60)

@@ -35,6 +35,7 @@ CONTROLLERS = (
     "garbage-collector-controller",
     "serviceaccount-controller",
     "clusterrole-aggregation-controller",
+    "disruption-controller",
 )
 """What makes namespaces usable, and what deletes that of which the owner is gone."""
 

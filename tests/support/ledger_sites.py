@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.disk_shim import DiskShim, sizes_of
-from support.valkeys import ValkeyProcess, wait_until
+from support.valkeys import ValkeyProcess, crash, wait_until
 
 from duplex_sidecar.ledger.server import Durability
 
@@ -164,7 +164,7 @@ class Site:
                 self._primary.start()
                 self._wait_for_replica()
             case Fault.KILLED:
-                self._primary.kill()
+                crash(self._primary)
                 self._primary.start()
                 self._wait_for_replica()
             case Fault.STOPPED:

@@ -18,8 +18,11 @@ from support.stand_in_sidecar import StandInSidecar
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
 from duplex_api.routes import WAKE_FIELD, WAKE_STREAM
-from duplex_operator.apply import EVENTS, PODS, POOLS, SESSIONS, KubernetesApi, MissingError
 from duplex_operator.connect import connection
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import MissingError
+from duplex_operator.kube.resources import EVENTS, PODS, POOLS, SESSIONS
 from duplex_operator.names import (
     ADMIN_PORT,
     ANNOTATION_MARK,
@@ -236,14 +239,16 @@ class Place:
     async def close(self) -> None:
         for sidecar in self.pods.values():
             await sidecar.die()
-        await self.user.close()
+        await self.user.connection.close()
 
 
 @asynccontextmanager
 async def placed(
     kubeconfig: Path, redis_url: str, namespace: str, pool: str = "pool"
 ) -> AsyncGenerator[Place]:
-    place = Place(KubernetesApi(login(kubeconfig)), kubeconfig, redis_url, namespace, pool)
+    place = Place(
+        KubernetesApi(ApiConnection(login(kubeconfig))), kubeconfig, redis_url, namespace, pool
+    )
     try:
         yield place
     finally:
@@ -299,7 +304,7 @@ class RunningOperator:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await self.api.close()
+        await self.api.connection.close()
 
     def failure(self) -> BaseException | None:
         done = self._task is not None and self._task.done() and not self._task.cancelled()
@@ -369,7 +374,9 @@ class _MortalClient:
 
 @asynccontextmanager
 async def operating(place: Place, **settings: Any) -> AsyncGenerator[RunningOperator]:
-    operator = RunningOperator(place, KubernetesApi(login(place.kubeconfig)), **settings)
+    operator = RunningOperator(
+        place, KubernetesApi(ApiConnection(login(place.kubeconfig))), **settings
+    )
     await operator.start()
     try:
         yield operator

@@ -17,10 +17,12 @@ from fakes.fake_admin import FakeAdmin
 from support.api_servers import ApiServer
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
-from duplex_operator.apply import NODES, PODS, POOLS, SESSIONS, KubernetesApi
 from duplex_operator.claims import Claims
 from duplex_operator.context import Context, wall_clock_ms
 from duplex_operator.fleet import Fleet
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.resources import NODES, PODS, POOLS, SESSIONS
 from duplex_operator.names import POD_SELECTOR
 from duplex_operator.objects import (
     ObjectKey,
@@ -255,9 +257,9 @@ class PoolRig:
 
 @asynccontextmanager
 async def pool_rig(server: ApiServer, namespace: str) -> AsyncIterator[PoolRig]:
-    api = KubernetesApi(connection(server))
+    api = KubernetesApi(ApiConnection(connection(server)))
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(api.close)
+        stack.push_async_callback(api.connection.close)
         yield PoolRig(server, namespace, api, stack)
 
 

@@ -22,7 +22,7 @@ from support.processes import words_of
 from support.resp_proxy import Plan, RespProxy
 from support.sidecars import Bed
 from support.socket_proxy import SocketProxy
-from support.valkeys import FailingPair
+from support.valkeys import FailingPair, crash
 
 from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar
 from duplex_sidecar.history.check import check_history
@@ -122,7 +122,7 @@ class Fleet:
         valkey = self.bed.valkey
 
         def restart() -> None:
-            valkey.kill()
+            crash(valkey)
             valkey.start()
 
         def configure(name: str, value: str) -> None:

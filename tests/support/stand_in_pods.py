@@ -11,7 +11,10 @@ from fakes.fake_admin import served_with
 from support.operators import login
 from support.stand_in_sidecar import StandInSidecar
 
-from duplex_operator.apply import PODS, SECRETS, ApiError, KubernetesApi, MissingError
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import ApiError, MissingError
+from duplex_operator.kube.resources import PODS, SECRETS
 from duplex_operator.names import ADMIN_PORT, LABEL_POOL
 from duplex_operator.objects import ObjectKey
 from duplex_operator.resources.pool_secrets import PoolSecret, read_pool_secret
@@ -25,7 +28,7 @@ class StandInPods:
     """Of one namespace; `run` it. slots: of each pod."""
 
     def __init__(self, kubeconfig: Path, redis_url: str, namespace: str, slots: int) -> None:
-        self._api = KubernetesApi(login(kubeconfig))
+        self._api = KubernetesApi(ApiConnection(login(kubeconfig)))
         self._redis_url = redis_url
         self._namespace = namespace
         self._slots = slots
@@ -86,4 +89,4 @@ class StandInPods:
     async def close(self) -> None:
         for sidecar in self.pods.values():
             await sidecar.die()
-        await self._api.close()
+        await self._api.connection.close()

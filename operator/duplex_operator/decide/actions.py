@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from duplex_api.session import SessionStatus
 
+RETRY_S = 1.0
+"""When to look again after a step that came to nothing."""
+SOON_S = 0.25
+"""The same, where what is missing is on its way."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnsureFinalizer:

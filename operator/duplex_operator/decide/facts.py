@@ -83,7 +83,8 @@ class Memory:
     sidecar has confirmed it. erase_refused: why one refuses to erase it, in its words, for the
     `erase_refusals`-th time; it is not asked again before erase_again_ms. woken: its client waits
     for it.
-    token_untold: its token changed and its sidecar does not know it yet.
+    token_untold: its token changed and its sidecar does not know it yet. told_from_ms: not before
+    then is it told again, since it could not be.
     refused_spec: a pod refused what the user asked for. flushed_ms: last write of counters.
     waits_since_ms: first asking for a slot. positioned_ms: last write of the queue position.
     """
@@ -99,6 +100,7 @@ class Memory:
     erase_again_ms: int = 0
     woken: bool = False
     token_untold: bool = False
+    told_from_ms: int = 0
     refusal: Refusal | None = None
     refused_spec: Refused | None = None
     refused_at_ms: int = 0

@@ -179,7 +179,9 @@ def when_placed(facts: SessionFacts) -> Action | None:
     if refusal is not None and refusal.fence == placement.fence:
         return _refused(facts, refusal.code, refusal.message)
     if facts.desired is DesiredState.PARKED and facts.said is not None:
-        return _park(facts, placement.pod_uid)
+        # It may have to wait, for the ledger say, and that is to be seen.
+        parking, seen = _park(facts, placement.pod_uid), _reflect(facts, placement)
+        return parking if isinstance(parking, Park) or isinstance(seen, Nothing) else seen
     if facts.said is not None:
         changed = _changed_token(facts, placement)
         return changed or _leave(facts, placement) or _reflect(facts, placement)
@@ -358,7 +360,8 @@ def _fetch(facts: SessionFacts, placement: Placement) -> Action | None:
 def _changed_token(facts: SessionFacts, placement: Placement) -> Action | None:
     """Its sidecar still lets the old token in: opening it again tells the new one."""
     live = facts.pod is not None and facts.pod.health is PodHealth.LIVE
-    if facts.memory.token_untold and facts.token is not None and live:
+    due = facts.memory.token_untold and facts.now_ms >= facts.memory.told_from_ms
+    if due and facts.token is not None and live:
         return Open(placement.pod_uid, placement.fence, "", goes_on=has_history(facts))
     return None
 

@@ -31,7 +31,7 @@ class PodState(StrEnum):
     READY = "Ready"
     WAITING = "Waiting"
     """Its sidecar is up, though it does not count as ready: the ledger is away, or has just come
-    back. What runs there goes on when it does."""
+    back. What runs there goes on when it does. Or its sidecar has not been heard yet."""
     BROKEN = "Broken"
     """It will not become ready: its containers keep ending, or it runs without becoming so."""
     LOST = "Lost"

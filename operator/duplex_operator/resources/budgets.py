@@ -1,8 +1,11 @@
 """The disruption budget of a pool: nobody evicts a pod that holds a conversation. Pure.
 
-It selects occupied pods alone, so an empty one can always be evicted. The API server finds the
-number of pods through the pool's scale subresource; an eviction that is refused is tried again by
-whoever wants it (`kubectl drain` does), and by then the pod has been drained.
+It selects occupied pods alone, so an empty one can always be evicted. An eviction that is refused
+is tried again by whoever wants it (`kubectl drain` does), and by then the pod has been drained.
+
+Of those it selects it asks for more than there ever are. `maxUnavailable` would be counted from
+the pool's `spec.replicas`: an autoscaled pool, or one that is rolled or shrunk, has more pods than
+that, and each one above the number could be evicted with its conversations.
 """
 
 from duplex_operator.names import (
@@ -17,6 +20,8 @@ from duplex_operator.names import (
 )
 from duplex_operator.resources.pod_template import Manifest
 from duplex_operator.resources.pods import PoolIdentity, owner_reference
+
+MORE_THAN_ANY_POOL = 1_000_000
 
 
 def budget_name(pool_name: str) -> str:
@@ -40,7 +45,7 @@ def occupied_budget(pool: PoolIdentity) -> Manifest:
             "ownerReferences": [owner_reference(pool)],
         },
         "spec": {
-            "maxUnavailable": 0,
+            "minAvailable": MORE_THAN_ANY_POOL,
             "selector": {
                 "matchLabels": {
                     LABEL_COMPONENT: COMPONENT_SIDECAR,

@@ -52,12 +52,13 @@ from duplex_sidecar.admin.views import session_view
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.ledger.token import token_sha256
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.session.arrivals import Claim
 from duplex_sidecar.session.departures import HAND_OVER_GRACE_S
 from duplex_sidecar.session.given_voices import GivenVoices
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.opening import UnservedManifestError
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal
-from duplex_sidecar.session.registry import Claim, SessionRegistry, name_complaint
+from duplex_sidecar.session.registry import SessionRegistry, name_complaint
 
 log = logging.getLogger(__name__)
 

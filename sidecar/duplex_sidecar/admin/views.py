@@ -27,7 +27,7 @@ def session_view(actor: SessionActor) -> dict[str, Any]:
         "units": conversation.seq,
         "windowTokens": conversation.window.prompt_tokens,
         "retainedUnits": len(conversation.window.units),
-        "retainedRowBytes": actor.retained_row_bytes,
+        "retainedRowBytes": actor.runner.retained_row_bytes,
         "epoch": speech.epoch,
         "turn": speech.turn,
         "lastEventSequence": speech.last_sequence,

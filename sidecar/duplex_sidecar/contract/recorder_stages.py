@@ -101,7 +101,7 @@ class Recorder:
             code2wav=_Code2Wav(stages.code2wav, tape),
             thinker_spare=stages.thinker_spare,
             talker_spare=stages.talker_spare,
-            redo_gate=stages.redo_gate,
+            redo_gates=stages.redo_gates,
         )
 
 

@@ -18,6 +18,7 @@ from duplex_sidecar.doors.openai_wire import (
     WireError,
     parse_message,
 )
+from duplex_sidecar.doors.unread import unread_of
 from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Closed, Failure
 from duplex_sidecar.session.port import Attachment, SessionPort
@@ -46,6 +47,7 @@ async def serve_realtime(websocket: WebSocket, sessions: SessionPort, model: str
         if websocket.query_params.get("resume") in ("1", "true"):
             last_sequence = await resume_point(_receive(websocket))
         attachment = await sessions.attach(session, token, last_sequence)
+        unread_of(websocket.scope).admit()
         await _converse(websocket, attachment, model)
     except ClientError as error:
         await _refuse(websocket, error, session, model)

@@ -22,7 +22,7 @@ FRESH = {
     "fence": "0", "nonce": "", "replica": "", "address": "", "until": "0", "era": "",
     "settle_era": "", "settle_until": "0", "op": "", "create_op": "", "events_op": "",
     "released": "", "woken": "0", "respeak_op": "", "respeak_seq": "", "respeak_count": "0",
-    "replaced": "", "token_offered": "",
+    "asked": "", "token_offered": "",
 }  # fmt: skip
 """Fields of a session that nobody has run here yet."""
 

@@ -26,6 +26,7 @@ class ScriptName(StrEnum):
     JOURNAL = "journal"
     TOKEN = "token"
     ERASE = "erase"
+    REACH = "reach"
 
 
 Argument = bytes | str | int

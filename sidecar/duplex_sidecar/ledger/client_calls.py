@@ -32,14 +32,13 @@ class Played(msgspec.Struct, frozen=True):
     through_event: int
 
 
-def cut_call(lease: Lease, head: Head, cut: Cut) -> tuple[PendingCall, Head]:
-    """The call and the head after it. Raises LedgerFull, ValueError."""
+def cut_call(lease: Lease, head: Head, cut: Cut) -> PendingCall:
+    """The chain grows by it. Raises LedgerFull, ValueError."""
     check_state(lease.session, cut.state)
     cut.events.check()
     stored, digest = noted(lease, head, cut.draft, cut.state)
     keys = session_keys(lease.session)
-    then = Head(head.index + 1, digest, head.committed_seq, None)
-    call = PendingCall(
+    return PendingCall(
         lease.session,
         ScriptName.CUT,
         (keys.meta, keys.entries, keys.order, keys.state, keys.events, keys.events_order),
@@ -51,10 +50,9 @@ def cut_call(lease: Lease, head: Head, cut: Cut) -> tuple[PendingCall, Head]:
             cut.events.first_seq,
             *cut.events.events,
         ),
-        then,
+        Head(head.index + 1, digest, head.committed_seq, None),
         events=(cut.events.first_seq, cut.events.last_seq),
     )
-    return call, then
 
 
 def client_call(lease: Lease, client_applied: str, played: Played | None) -> PendingCall:

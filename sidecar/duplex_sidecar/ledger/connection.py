@@ -8,7 +8,7 @@ has its key, and where that node points.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -116,13 +116,19 @@ class Connection:
             await self._read("", commands, node)
 
     async def ping(self) -> None:
-        """Returns when every server that holds keys has answered; raises `LedgerUnavailable`, or
-        what else its refusal means, in the time of one call and one search."""
+        """Returns when every server that holds keys has said that it takes writes; raises
+        `LedgerUnavailable`, or what else its refusal means, in the time of one call and one
+        search."""
         self._require_open("")
+        ask = pack(("EVALSHA", scripts.sha1(ScriptName.REACH), 0))
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 for node in self._nodes.all():
-                    await cast("Awaitable[Any]", node.redis.execute_command("PING"))
+                    try:
+                        await self._send(ask, node)
+                    except NoScriptError:
+                        await self._send(_loading(ScriptName.REACH), node)
+                        await self._send(ask, node)
             raise_if_cancelled()
         except _ERRORS as error:
             raise_if_cancelled()
@@ -221,9 +227,13 @@ class Connection:
             try:
                 return await self._confirmed(command, key)
             except NoScriptError:
-                # A restarted server forgets scripts. Nothing was executed.
-                load = pack(("SCRIPT", "LOAD", scripts.source(call.script)))
-                for node in self._nodes.all():
+                # A restarted server forgets scripts. Nothing was executed. It alone gets this one
+                # again: another one that is away would be in the way of that.
+                load = _loading(call.script)
+                await self._send(load, self._nodes.holding(key))
+                with suppress(NoScriptError):
+                    return await self._confirmed(command, key)
+                for node in self._nodes.all():  # the key is on its way to one of them
                     await self._send(load, node)
                 return await self._confirmed(command, key)
 
@@ -383,6 +393,10 @@ class Connection:
                 node = self._nodes.holding(key_of(commands[0]))
             else:
                 return [_checked(session, *pair) for pair in zip(commands, answers, strict=True)]
+
+
+def _loading(script: ScriptName) -> bytes:
+    return pack(("SCRIPT", "LOAD", scripts.source(script)))
 
 
 def _packed(call: PendingCall) -> bytes:

@@ -5,11 +5,13 @@ exactly these into the lease, so there is no moment in which both may write, and
 nobody may: `Ledger.acquire` with the offered nonce is how the next owner sees that it is its turn.
 """
 
+import secrets
+
 import msgspec
 
 from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, Lease
+from duplex_sidecar.ledger.lease import LEASE_MS, Lease, asked_us
 from duplex_sidecar.ledger.owners import OwnersCalls
 
 OFFER_MS = 30_000
@@ -17,14 +19,20 @@ OFFER_MS = 30_000
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """fence: larger than the recorded one. nonce: random, of the owner to be. address: host:port of
-    its door, "" where there is none."""
+    """fence: larger than the recorded one. nonce: random, of the owner to be. asked_us: of several
+    offers of one replica the one made last counts, whichever comes last. address: host:port of its
+    door, "" where there is none."""
 
     session: str
     replica: str
     fence: int
     nonce: str
     address: str = ""
+    asked_us: int = 0
+
+
+def new_offer(session: str, replica: str, fence: int, address: str = "") -> Offer:
+    return Offer(session, replica, fence, secrets.token_hex(16), address, asked_us())
 
 
 class MoveCalls:
@@ -52,8 +60,8 @@ class MoveCalls:
         )
 
     async def _offer(self, offer: Offer, lifetime_ms: int) -> None:
-        arguments = (offer.fence, offer.nonce, offer.replica, offer.address, lifetime_ms)
-        await self._run(offer.session, ScriptName.OFFER, arguments)
+        who = (offer.fence, offer.nonce, offer.replica, offer.address)
+        await self._run(offer.session, ScriptName.OFFER, (*who, lifetime_ms, offer.asked_us))
 
     async def _run(self, session: str, script: ScriptName, arguments: tuple[Argument, ...]) -> None:
         key = session_keys(session).meta

@@ -29,12 +29,13 @@ log = logging.getLogger(__name__)
 
 _NONCE = 1
 """Index among the arguments of every owner's call."""
-_NO_OWNER = (LeaseLost, SessionUnknown, SessionErased, SessionEnded)
-_OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER, ScriptName.ERASE})
+_NO_SESSION = (SessionUnknown, SessionErased, SessionEnded)
+_OVER = frozenset({ScriptName.RELEASE, ScriptName.PARK, ScriptName.HAND_OVER})
 
 
 @dataclass
 class _Owner:
+    nonce: str
     recent: RecentWrites = field(default_factory=RecentWrites)
     mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     mends: int = 0
@@ -42,8 +43,8 @@ class _Owner:
 
 
 class OwnersCalls:
-    """All owners of a process; an owner begins with its acquisition and ends with its release or
-    with the loss of its lease."""
+    """All owners of a process; an owner begins with its acquisition and ends with its release, with
+    the loss of its lease, or when it says so."""
 
     def __init__(self, connection: Connection, reader: LedgerReader) -> None:
         self._connection = connection
@@ -64,17 +65,29 @@ class OwnersCalls:
                 if owner.mends == mends:  # else a reader has had it mended meanwhile
                     await self._mend(owner, call, refusal)
             reply = await self._judged(call)
-        except _NO_OWNER:
+        except _NO_SESSION:
             self._owners.pop(call.session, None)
+            raise
+        except LeaseLost:
+            self.forget(call.session, str(call.arguments[_NONCE]))
             raise
         self._remember(call, reply)
         return reply
 
+    def forget(self, session: str, nonce: str) -> None:
+        """Of that owner, which writes nothing any more, whatever the ledger has heard of it. A
+        later one of the session stays."""
+        owner = self._owners.get(session)
+        if owner is not None and owner.nonce == nonce:
+            del self._owners[session]
+
     def _remember(self, call: PendingCall, reply: Reply) -> None:
         broken = call.script is ScriptName.BREAK and reply[1] == b"1"
         if call.script is ScriptName.ACQUIRE:
-            self._owners[call.session] = _Owner()
-        elif call.script in _OVER or broken:
+            self._owners[call.session] = _Owner(str(call.arguments[0]))
+        elif call.script in _OVER:
+            self.forget(call.session, str(call.arguments[_NONCE]))
+        elif broken:
             self._owners.pop(call.session, None)
         elif (owner := self._owners.get(call.session)) is not None:
             owner.recent.note(call, time.monotonic_ns() // 1_000_000)

@@ -51,7 +51,7 @@ async def finish_erasures(ledger: Ledger, pending: PendingErasures) -> int:
         try:
             await ledger.erase(session)
         except LedgerUnavailable:
-            break
+            continue  # it may be this one's server or replica alone that is away
         except LedgerCorrupt as error:
             # Something else has the session's name: no repeat changes that.
             log.error("a pending erasure is refused and given up: %s", error)

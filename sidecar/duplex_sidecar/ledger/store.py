@@ -2,7 +2,7 @@
 
 Every write names fence, nonce and expected head, and carries an operation id, so that a repeat
 returns the first answer. The order of a unit: `accept`, the Thinker, `commit`, then `journal`
-before each event leaves.
+before each event leaves; `ledger.unit_calls` has what each of them writes.
 """
 
 import secrets
@@ -23,30 +23,22 @@ from duplex_sidecar.ledger.journal import (
     MAX_JOURNAL_BYTES,
     EventsAfter,
     JournalBatch,
-    encode_mark,
 )
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, boottime_ms
-from duplex_sidecar.ledger.media import Trim, UnitMedia, pack_blobs
+from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, asked_us, boottime_ms
+from duplex_sidecar.ledger.media import Trim, UnitMedia
 from duplex_sidecar.ledger.moving import MoveCalls
 from duplex_sidecar.ledger.owners import OwnersCalls
 from duplex_sidecar.ledger.reader import LedgerReader
 from duplex_sidecar.ledger.server import Durability
 from duplex_sidecar.ledger.session_view import LoadedSession, Phase
-from duplex_sidecar.ledger.writing import (
-    chained,
-    check_state,
-    encode_record,
-    new_operation,
-    noted,
-    now_ms,
-    optional,
+from duplex_sidecar.ledger.unit_calls import (
+    accept_call,
+    commit_call,
+    journal_call,
+    note_call,
+    opening_call,
 )
-
-_PLACES: dict[type[records.RedoDraft | records.ClosedDraft], str] = {
-    records.RedoDraft: "open",
-    records.ClosedDraft: "last",
-}
 
 
 class LedgerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,35 +122,18 @@ class Ledger:
         """Entry 0. state: the opaque snapshot before unit 1. retention_ms: expiry of all keys,
         refreshed by the owner's renewals, at least `LEAST_RETENTION_MS`; None = the options'.
         Raises `SessionExists`, `SessionErased`."""
-        check_state(draft.session, state)
-        opening = records.Opening(
-            **msgspec.structs.asdict(draft),
-            schema=records.SCHEMA,
-            rows=tuple(records.media_ref(rows) for rows in reference_rows),
-            state_sha256=records.sha256(state),
+        call = opening_call(
+            draft,
             replica=replica,
-            at_ms=now_ms(),
-            prev_hash=records.GENESIS_HASH,
-        )
-        stored = encode_record(draft.session, opening)
-        digest = records.sha256(stored)
-        keys = session_keys(draft.session)
-        rows = pack_blobs(reference_rows)
-        then = Head(index=0, hash=digest, committed_seq=0, open_seq=None)
-        await self._run(
-            draft.session,
-            ScriptName.CREATE,
-            (keys.meta, keys.entries, keys.rows, keys.state),
-            (
-                *(new_operation(), digest, stored, rows, state, token_sha256),
-                max(
-                    LEAST_RETENTION_MS,
-                    self._options.retention_ms if retention_ms is None else retention_ms,
-                ),
+            token_sha256=token_sha256,
+            state=state,
+            reference_rows=reference_rows,
+            retention_ms=max(
+                LEAST_RETENTION_MS,
+                self._options.retention_ms if retention_ms is None else retention_ms,
             ),
-            then,
         )
-        return then
+        return await self._append(call)
 
     async def acquire(
         self,
@@ -182,7 +157,7 @@ class Ledger:
             session,
             ScriptName.ACQUIRE,
             (session_keys(session).meta,),
-            (nonce, replica, LEASE_MS, "" if fence is None else fence, address),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence, address, asked_us()),
         )
         return Lease(
             session=session,
@@ -223,6 +198,10 @@ class Ledger:
             session_keys(lease.session).all(),
             (lease.fence, lease.nonce, head.hash, reason),
         )
+
+    def forget(self, lease: Lease) -> None:
+        """Its owner writes nothing any more, whether or not the ledger has heard of that."""
+        self._calls.forget(lease.session, lease.nonce)
 
     async def break_lease(self, session: str, *, replica: str, nonce: str = "") -> bool:
         """Proof of death of `replica` (a name that one process start had): its lease ends at once.
@@ -271,37 +250,9 @@ class Ledger:
 
         Raises `HeadMismatch`, `LedgerFull` (nothing written).
         """
-        if state is not None:
-            check_state(lease.session, state)
-        record = records.Accepted(
-            **msgspec.structs.asdict(draft),
-            schema=records.SCHEMA,
-            media=media.refs(),
-            state_sha256=None if state is None else records.sha256(state),
-            attempts=1,
-            replica=lease.replica,
-            at_ms=now_ms(),
-            prev_hash=head.hash,
-        )
-        stored = encode_record(lease.session, record)
-        digest = records.sha256(stored)
-        keys = session_keys(lease.session)
-        then = Head(head.index + 1, digest, head.committed_seq, draft.seq)
-        await self._run(
-            lease.session,
-            ScriptName.ACCEPT,
-            (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
-            (
-                *chained(lease, head, draft.seq, digest, stored),
-                *optional(state),
-                media.pcm,
-                media.rows,
-                pack_blobs(media.frames),
-                self._options.max_session_bytes,
-            ),
-            then,
-        )
-        return then
+        limit_bytes = self._options.max_session_bytes
+        call = accept_call(lease, head, draft, media, state, max_session_bytes=limit_bytes)
+        return await self._append(call)
 
     async def commit(
         self, lease: Lease, head: Head, draft: records.CommitDraft, *, state: bytes, trim: Trim
@@ -310,57 +261,18 @@ class Ledger:
 
         Raises `HeadMismatch`, `LedgerFull`; ValueError when `trim` would drop what is needed.
         """
-        check_state(lease.session, state)
-        trim.check(draft.seq)
-        record = records.Committed(
-            **msgspec.structs.asdict(draft),
-            schema=records.SCHEMA,
-            state_sha256=records.sha256(state),
-            replica=lease.replica,
-            at_ms=now_ms(),
-            prev_hash=head.hash,
-        )
-        stored = encode_record(lease.session, record)
-        digest = records.sha256(stored)
-        keys = session_keys(lease.session)
-        then = Head(head.index + 1, digest, draft.seq, None)
-        await self._run(
-            lease.session,
-            ScriptName.COMMIT,
-            (keys.meta, keys.entries, keys.order, keys.pcm, keys.rows, keys.frames, keys.state),
-            (
-                *chained(lease, head, draft.seq, digest, stored),
-                state,
-                trim.window_below,
-                trim.pcm_below,
-                trim.records_below,
-            ),
-            then,
-        )
-        return then
+        return await self._append(commit_call(lease, head, draft, state, trim))
 
     async def note(
         self, lease: Lease, head: Head, draft: records.RedoDraft | records.ClosedDraft
     ) -> Head:
         """An entry beside the units. Raises `HeadMismatch`, `LedgerFull`."""
-        stored, digest = noted(lease, head, draft, None)
-        keys = session_keys(lease.session)
-        then = Head(head.index + 1, digest, head.committed_seq, head.open_seq)
-        await self._run(
-            lease.session,
-            ScriptName.NOTE,
-            (keys.meta, keys.entries, keys.order),
-            (*chained(lease, head, draft.seq, digest, stored), _PLACES[type(draft)]),
-            then,
-        )
-        return then
+        return await self._append(note_call(lease, head, draft))
 
     async def cut(self, lease: Lease, head: Head, cut: Cut) -> Head:
         """A client's command that changes what was said, with all that follows from it. Raises
         `HeadMismatch`, `JournalMismatch`, `LedgerFull`."""
-        call, then = cut_call(lease, head, cut)
-        await self._calls.run(call)
-        return then
+        return await self._append(cut_call(lease, head, cut))
 
     async def client_said(
         self, lease: Lease, client_applied: str, played: Played | None = None
@@ -386,33 +298,14 @@ class Ledger:
         """Events become durable; afterwards, and only then, they may leave. Returns the last
         sequence. Raises `JournalMismatch` (sequence not last + 1, unit not committed, audio not
         contiguous), `LedgerFull`."""
-        batch.check()
-        mark = batch.mark
-        keys = session_keys(lease.session)
         options = self._options
-        marked: tuple[Argument, ...] = ("", "", "", "")
-        if mark is not None:
-            marked = (mark.turn, mark.from_samples, mark.to_samples, encode_mark(mark))
-        reply = await self._run(
-            lease.session,
-            ScriptName.JOURNAL,
-            (keys.meta, keys.events, keys.events_order, keys.voice, keys.state),
-            (
-                lease.fence,
-                lease.nonce,
-                new_operation(),
-                batch.unit,
-                batch.first_seq,
-                options.max_journal_bytes,
-                options.max_journal_age_ms,
-                "" if batch.voiced_through is None else batch.voiced_through,
-                *optional(batch.voice_state),
-                *marked,
-                *batch.events,
-            ),
-            events=(batch.first_seq, batch.last_seq),
+        call = journal_call(
+            lease,
+            batch,
+            max_bytes=options.max_journal_bytes,
+            max_age_ms=options.max_journal_age_ms,
         )
-        return int(reply[1])
+        return int((await self._calls.run(call))[1])
 
     # --- calls ----------------------------------------------------------------------------------
 
@@ -422,6 +315,12 @@ class Ledger:
         after create, accept, commit and note. (A lease is not taken this way: acquire again.)"""
         await self._calls.run(pending)
         return pending.then
+
+    async def _append(self, call: PendingCall) -> Head:
+        """The head after a call that the chain grows by."""
+        await self._calls.run(call)
+        assert call.then is not None
+        return call.then
 
     async def _count(self, lease: Lease, seq: int, operation: str, what: str) -> int:
         key = session_keys(lease.session).meta
@@ -439,10 +338,8 @@ class Ledger:
         script: ScriptName,
         keys: tuple[str, ...],
         arguments: tuple[Argument, ...],
-        then: Head | None = None,
-        events: tuple[int, int] | None = None,
     ) -> Reply:
-        return await self._calls.run(PendingCall(session, script, keys, arguments, then, events))
+        return await self._calls.run(PendingCall(session, script, keys, arguments))
 
     def _deadline_ms(self) -> int:
         return boottime_ms() + LEASE_MS - MARGIN_MS

@@ -7,57 +7,28 @@ client can attach, leave or close while it is under way. Whatever ends the sessi
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from enum import StrEnum
 
 from duplex_api.resolve import ResolvedLifecycle
 from duplex_sidecar.ledger.lease import Lease, LeaseKeeper
 from duplex_sidecar.ledger.store import Ledger
-from duplex_sidecar.protocol.commands import (
-    AcknowledgePlayback,
-    AppendInput,
-    CancelReply,
-    ClearInput,
-    Close,
-    Command,
-    CommitInput,
-    Heartbeat,
-    SetInputFormat,
-    TruncateReply,
-)
-from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.protocol.events import (
-    Alive,
-    Event,
-    Failure,
-    InputAccepted,
-    InputCleared,
-    Sequenced,
-    SessionOpened,
-)
+from duplex_sidecar.protocol.errors import ErrorCode
+from duplex_sidecar.protocol.events import Event, Failure, InputAccepted, Sequenced, SessionOpened
 from duplex_sidecar.session.client_commands import CommandDesk
 from duplex_sidecar.session.clients import ClientAttachment, Clients
 from duplex_sidecar.session.conversation import Conversation, Speech
 from duplex_sidecar.session.durable import DurableSession
-from duplex_sidecar.session.ending import (
-    MOVED,
-    SHUT_DOWN,
-    Ending,
-    ending_of,
-    parked,
-    wind_up,
-)
-from duplex_sidecar.session.facts import SessionOver
+from duplex_sidecar.session.ending import MOVED, SHUT_DOWN, Ending, ending_of, wind_up
 from duplex_sidecar.session.greeting import greet
-from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.input import InputDesk
-from duplex_sidecar.session.mailbox import joined
 from duplex_sidecar.session.outbox import Outbox
-from duplex_sidecar.session.parking import Expire, Park, ParkReason, Standing, verdict
+from duplex_sidecar.session.parking import Standing
 from duplex_sidecar.session.passing_on import PassingOn
 from duplex_sidecar.session.quality import SessionQuality
+from duplex_sidecar.session.sorting import MailSorter
 from duplex_sidecar.session.unit import BadInput, UnitRunner
 from duplex_sidecar.session.warming import WarmStreams
+from duplex_sidecar.session.wishes import Wishes
 
 TICK_S = 0.25
 
@@ -116,24 +87,22 @@ class SessionActor:
         self._recover = recover
         self._is_first_owner = recover is None
         self._clock_s = clock_s
-        self._clients = Clients(clock_s)
         self._wake = asyncio.Event()
         """Something waits for the loop: a command, work that is done, a wish to end."""
         self._recovered = asyncio.Event()
+        self._clients = Clients(
+            session, desk, clock_s, self._wake.set, on_change=lambda: self.on_change()
+        )
+        self.wishes = Wishes(clock_s, self._wake.set)
+        self.passing_on = PassingOn(durable, keeper, clock_s, self._wake.set)
+        self._mail = MailSorter(self._clients, desk, commands, durable, clock_s, self.publish)
         self._work: asyncio.Task[None] | None = None
         self._commands_went = False
         """They were let before a unit that waits."""
-        self._closing = False
         self._accepted_sample = 0
         self._told_sequence = speech.last_sequence
         """Of the newest event; ahead of `_speech` while the work that gave it goes on."""
-        self._asked_to_end: Ending | None = None
-        self._told_to_go = asyncio.Event()
-        self._park_wishes: dict[ParkReason, float] = {}
-        self._passing_on = PassingOn(durable, keeper)
-        self._told_refusing = False
-        now = clock_s()
-        self._opened_at, self._last_input_at = now - age_s, now
+        self._opened_at = clock_s() - age_s
         self._without_ledger_at = float("-inf")
         """When it was away last: input is refused then, and nobody finds the way here."""
         self.ended = asyncio.Event()
@@ -173,11 +142,6 @@ class SessionActor:
         return self._keeper.held
 
     @property
-    def retained_row_bytes(self) -> int:
-        """Memory of the rows that are kept for slides to come."""
-        return self.runner.retained_row_bytes
-
-    @property
     def leaving(self) -> bool:
         """It is over here, or about to be: nothing is taken any more."""
         return self.phase in (Phase.ENDING, Phase.ENDED)
@@ -188,79 +152,17 @@ class SessionActor:
         """A new client; the one before is told that it was replaced, and what it said and nobody
         has heard yet is dropped. Events after `last_sequence` come first (None: none of the old
         ones). on_message: as in `ClientAttachment`. Raises ClientError when the session is over."""
-        self._require_running()
-
         before = self._told_sequence  # what comes from here on, it gets
 
         def greeting(outbox: Outbox, number: int) -> Coroutine[None, None, None]:
             return self._greet(outbox, number, last_sequence, before)
 
-        number, outbox = self._clients.attach(greeting)
-        self._desk.new_client()
-        self.on_change()
-        return ClientAttachment(self, number, outbox, on_message)
+        return self._clients.attach(greeting, on_message)
 
-    def offer(self, attachment: int, command: Command) -> bool:
-        """False: the mailbox is full, wait for `room`. Raises ClientError (taken over, parked,
-        ended)."""
-        self._require_running()
-        if not self._clients.has_room(attachment):
-            return False
-        if self._clients.put(command, self._desk.missing_bytes):
-            self._wake.set()
-        return True
-
-    async def room(self) -> None:
-        await self._clients.room()
-
-    def detach(self, attachment: int) -> None:
-        """The client is gone. What it has submitted still counts."""
-        if self._clients.detach(attachment):
-            self.on_change()
-
-    async def end(self, code: ErrorCode, detail: str, reason: str = "") -> None:
-        """End from outside (the admin API). Returns when it is over. reason: a short word for the
-        ledger; default: the code."""
-        self._asked_to_end = Ending(code, detail, for_good=True, reason=reason)
-        self._wake.set()
+    async def end(self, ending: Ending) -> None:
+        """From outside. Returns when it is over."""
+        self.wishes.end(ending)
         await self.ended.wait()
-
-    async def drop_erased(self) -> None:
-        """Its ledger is gone: nothing is written any more. Returns when it is over."""
-        self._asked_to_end = Ending(
-            ErrorCode.SESSION_ENDED, "the session was erased", reason="erased"
-        )
-        self._wake.set()
-        await self.ended.wait()
-
-    def let_go(self) -> None:
-        """End here, so that another replica may go on. `ended` tells when that is done; a park that
-        is under way is no longer waited for than that takes."""
-        self._asked_to_end = self._asked_to_end or SHUT_DOWN
-        self._told_to_go.set()
-        self._wake.set()
-
-    def wish_to_park(self, reason: ParkReason, grace_s: float) -> None:
-        """Park at the end of the present turn, or between two units once the grace is over. `ended`
-        tells when that is done. An earlier wish of that reason is never put off."""
-        by_s = self._clock_s() + grace_s
-        self._park_wishes[reason] = min(by_s, self._park_wishes.get(reason, by_s))
-        self._wake.set()
-
-    def withdraw_wish(self, reason: ParkReason) -> None:
-        """Go on after all, unless it is parking already."""
-        self._park_wishes.pop(reason, None)
-
-    def wish_to_hand_over(self, order: HandOver, grace_s: float) -> "asyncio.Future[None]":
-        """Hand over at the end of the present turn, or between two units once the grace is over;
-        see `PassingOn.wish`."""
-        outcome = self._passing_on.wish(order, self._clock_s() + grace_s)
-        self._wake.set()
-        return outcome
-
-    def withdraw_hand_over(self, order: HandOver) -> bool:
-        """Go on after all; see `PassingOn.withdraw`."""
-        return self._passing_on.withdraw(order)
 
     def publish(self, event: Event) -> None:
         """To the attached client, if there is one. Sequenced events are in the journal already."""
@@ -271,10 +173,6 @@ class SessionActor:
             if self.attached:
                 self.quality.saw(event, self._clock_s())
         self._clients.publish(event)
-
-    def _require_running(self) -> None:
-        if self.ending is not None:
-            raise ClientError(self.ending.code, self.ending.detail)
 
     # --- the one task -----------------------------------------------------------------------------
 
@@ -299,25 +197,23 @@ class SessionActor:
                 self._opened()
             while True:
                 self._look_after_work()
-                if self._passing_on.granted and self._work is None:
+                if self.passing_on.granted and self._work is None:
                     return MOVED
-                if self._asked_to_end is not None and not self._passing_on.granted:
-                    return self._asked_to_end
+                if self.wishes.ending is not None and not self.passing_on.granted:
+                    return self.wishes.ending
                 if self._keeper.lost_because is not None:
                     raise self._keeper.lost_because
-                self._take_mail()
-                if self._passing_on.grant(self._standing()):
-                    self._start(self._passing_on.run())
-                if not self._passing_on.granted:
-                    judged = verdict(self.lifecycle, self._park_wishes, self._standing())
-                    if isinstance(judged, Expire):
-                        raise SessionOver(ErrorCode.SESSION_EXPIRED, judged.sentence)
-                    if isinstance(judged, Park):
-                        return parked(judged.reason)
+                self._mail.sort()
+                if self.passing_on.grant(self._standing()):
+                    self._start(self.passing_on.run())
+                if not self.passing_on.granted:
+                    judged = self.wishes.verdict(self.lifecycle, self._standing())
+                    if judged is not None:
+                        return judged
                 self._start_next()
-                if self._work is None and self._closing:
+                if self._work is None and self._mail.closing:
                     return Ending(ErrorCode.SESSION_ENDED, "closed by the client", for_good=True)
-                self._tell_of_ledger()
+                self._mail.tell_of_ledger()
                 await self._rest()
         except Exception as error:
             return ending_of(error)
@@ -387,55 +283,6 @@ class SessionActor:
         )
         self.on_change()
 
-    # --- commands ---------------------------------------------------------------------------------
-
-    def _take_mail(self) -> None:
-        while run := self._clients.take(self._desk.sample_bytes):
-            if len(run) > 1:
-                # Pieces of sound that go on from each other cost as much as one. If they are
-                # refused together, nothing has changed, and each is told by itself.
-                with suppress(ClientError):
-                    self._command(joined(run))
-                    continue
-            for command in run:
-                try:
-                    self._command(command)
-                except ClientError as error:
-                    self.publish(Failure(error.code, error.detail, error.param, command.event_id))
-
-    def _command(self, command: Command) -> None:
-        match command:
-            case AppendInput():
-                self._append(command)
-            case CommitInput():
-                self._desk.commit()
-            case ClearInput():
-                self._desk.clear()
-                self.publish(InputCleared())
-            case SetInputFormat():
-                self._set_format(command)
-            case CancelReply() | TruncateReply() | AcknowledgePlayback():
-                self._commands.put(command)
-            case Heartbeat():
-                self.publish(Alive(command.event_id))
-            case Close():
-                self._closing = True
-
-    def _set_format(self, command: SetInputFormat) -> None:
-        numbered = self._commands.admits_format(command)
-        self.publish(self._desk.set_format(command))
-        if numbered:
-            self._commands.put(command)
-
-    def _append(self, command: AppendInput) -> None:
-        if self._closing:
-            raise ClientError(ErrorCode.OUT_OF_ORDER_EVENT, "input after session.close")
-        if self._durable.refuses_input:
-            raise ClientError(ErrorCode.LEDGER_UNAVAILABLE)
-        self._desk.append(command)
-        if command.audio or command.frames:
-            self._last_input_at = self._clock_s()
-
     # --- attachments ------------------------------------------------------------------------------
 
     async def _greet(
@@ -478,21 +325,15 @@ class SessionActor:
         return Standing(
             now_s=now_s,
             opened_s=self._opened_at,
-            last_input_s=max(self._last_input_at, back_s),
+            last_input_s=max(self._mail.last_input_s, back_s),
             attached_s=self._clients.attached_s,
             detached_s=None if detached_s is None else max(detached_s, back_s),
             turn_open=self._speech.turn_open,
             between_units=self._work is None
             and self._keeper.held
-            and not self._closing
+            and not self._mail.closing
             and not self._commands.waiting,
         )
-
-    def _tell_of_ledger(self) -> None:
-        refusing = self._durable.refuses_input
-        if refusing and not self._told_refusing:
-            self.publish(Failure(ErrorCode.LEDGER_UNAVAILABLE, "input is refused until it is back"))
-        self._told_refusing = refusing
 
     async def _wind_up(self, ending: Ending) -> Ending:
         self._become(Phase.ENDING)
@@ -502,7 +343,7 @@ class SessionActor:
                 self.left_warm = await self.runner.part()
                 return ending
             return await wind_up(
-                ending, self._work, self._durable, self._keeper, self.runner, self._told_to_go
+                ending, self._work, self._durable, self._keeper, self.runner, self.wishes.told_to_go
             )
         finally:
             await self._keeper.stop()
@@ -513,5 +354,5 @@ class SessionActor:
             return
         self.phase = Phase.ENDED
         self.ending = ending
-        self._clients.finish(ending.farewell())
+        self._clients.finish(ending)
         self.ended.set()

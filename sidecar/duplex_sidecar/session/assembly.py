@@ -286,7 +286,8 @@ def _parts(
         loaded = await loads()
         return [loaded.media[seq].pcm for seq in range(first, last + 1)]
 
-    encoder = EncoderDriver(stages.encoder, lease.session, pcm_of_units)
+    gates = stages.redo_gates
+    encoder = EncoderDriver(stages.encoder, lease.session, pcm_of_units, gates.encoder)
     speaker = Speaker(
         stages,
         talker_stream(stages, lease.session, lease.fence),
@@ -311,7 +312,7 @@ def _parts(
         durable,
         trace,
         no_stream_because=_no_stream_because(lease, taken_up=loaded is not None),
-        redo_gate=stages.redo_gate,
+        redo_gate=gates.thinker,
         rebuild_ahead=shared.rebuild_ahead,
         taken_up=warm.ahead if warm else None,
     )

@@ -40,6 +40,8 @@ from duplex_sidecar.session.cutting import ReplyCutter
 from duplex_sidecar.session.durable import DurableSession
 
 MAX_WAITING_COMMANDS = 64
+MAX_TRUNCATIONS = 64
+"""Between two units: each is an entry of the chain, of which only a commit drops anything."""
 FINGERPRINT_CHARACTERS = 12
 
 Numbered = ReplyCommand | SetInputFormat
@@ -88,6 +90,8 @@ class CommandDesk:
         self._played = played
         self._publish = publish
         self._waiting: deque[Numbered] = deque()
+        self._truncated = (0, 0)
+        """(newest unit, truncations since)."""
 
     @property
     def waiting(self) -> bool:
@@ -155,7 +159,9 @@ class CommandDesk:
                 known, speech, events = await self._cutter.cancel(known, speech, command, stored)
             case TruncateReply():
                 self._require_unplayed(command)
+                before = self._truncations_since(known.seq)
                 known, speech, events = await self._cutter.truncate(known, speech, command, stored)
+                self._truncated = (known.seq, before + 1)
             case _:
                 await self._durable.client_said(stored)
         self._record = record
@@ -164,6 +170,16 @@ class CommandDesk:
         if numbered is not None:
             self._publish(CommandApplied(numbered.number, command.event_id))
         return known, speech
+
+    def _truncations_since(self, unit: int) -> int:
+        """Raises ClientError where the next one has to wait for another unit."""
+        newest, count = self._truncated
+        if newest != unit:
+            return 0
+        if count >= MAX_TRUNCATIONS:
+            detail = f"{count} truncations since unit {unit}: others after the next one"
+            raise ClientError(ErrorCode.INPUT_OVERFLOW, detail)
+        return count
 
     def _require_unplayed(self, command: TruncateReply) -> None:
         heard = (command.heard_ms + 1) * OUTPUT_SAMPLES_PER_MS

@@ -15,7 +15,7 @@ from duplex_sidecar.ledger.records import ClosedDraft
 from duplex_sidecar.ledger.session_view import Phase
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
-from duplex_sidecar.session.ending import END_TIMEOUT_S, SHUT_DOWN
+from duplex_sidecar.session.ending import END_TIMEOUT_S, ERASED, SHUT_DOWN, Ending
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.parking import ParkReason
@@ -52,10 +52,17 @@ class Departures:
         self._turnstile = turnstile
         self._empty_by_s: float | None = None
         """On the loop's clock: when the grace of a drain is over."""
+        self.closed = False
+        """All were let go of: none starts here any more."""
 
     @property
     def draining(self) -> bool:
         return self._empty_by_s is not None
+
+    def require_open(self) -> None:
+        """Raises ClientError once none starts here any more."""
+        if self.closed:
+            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
 
     # --- one session ------------------------------------------------------------------------------
 
@@ -76,10 +83,10 @@ class Departures:
             await self._require_parked(session)
             return
         for patience_s, wait_s in ((grace_s, grace_s), (0.0, unit_s)):
-            entry.actor.wish_to_park(ParkReason.REQUESTED, patience_s)
+            entry.actor.wishes.park(ParkReason.REQUESTED, patience_s)
             await asyncio.wait({entry.task}, timeout=wait_s)
         if not entry.actor.leaving:
-            entry.actor.withdraw_wish(ParkReason.REQUESTED)
+            entry.actor.wishes.withdraw(ParkReason.REQUESTED)
             raise PlacementRefused(Refusal.SESSION_BUSY, "a unit is under way for too long")
         await asyncio.wait({entry.task})
         ending = entry.actor.ending
@@ -108,7 +115,7 @@ class Departures:
             return
         outcome: asyncio.Future[None] | None = None
         for patience_s, wait_s in ((grace_s, grace_s), (0.0, unit_s)):
-            outcome = entry.actor.wish_to_hand_over(order, patience_s)
+            outcome = entry.actor.passing_on.wish(order, patience_s)
             await asyncio.wait(
                 {outcome, entry.task}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
             )
@@ -116,7 +123,7 @@ class Departures:
                 break
         assert outcome is not None
         if not (outcome.done() or entry.actor.leaving):
-            entry.actor.withdraw_hand_over(order)  # the outcome says so
+            entry.actor.passing_on.withdraw(order)  # the outcome says so
         await asyncio.wait({outcome, entry.task}, return_when=asyncio.FIRST_COMPLETED)
         if not outcome.done():
             ending = entry.actor.ending or SHUT_DOWN
@@ -146,7 +153,8 @@ class Departures:
             entry = self._roster.live.get(session)
             if entry is not None:
                 detail = f"ended: {reason}" if reason else "ended by the admin API"
-                await entry.actor.end(ErrorCode.SESSION_ENDED, detail, reason)
+                ending = Ending(ErrorCode.SESSION_ENDED, detail, for_good=True, reason=reason)
+                await entry.actor.end(ending)
                 await asyncio.wait({entry.task})  # then its slot is free, too
             # It may have been about to park or to be let go of, or could not write its last entry:
             # what counts is what the ledger says.
@@ -185,7 +193,7 @@ class Departures:
                     raise
             entry = self._roster.live.get(session)
             if entry is not None:
-                await entry.actor.drop_erased()
+                await entry.actor.end(ERASED)
                 await asyncio.wait({entry.task})
 
     def _note_erasure(self, session: str) -> None:
@@ -207,10 +215,12 @@ class Departures:
         self._roster.changed()
 
     def told(self, entry: Live) -> None:
-        """A session of a replica that may be draining."""
+        """A session of a replica that may be draining, or closed."""
+        if self.closed:
+            entry.actor.wishes.let_go()
         if self._empty_by_s is not None:
             left_s = self._empty_by_s - asyncio.get_running_loop().time()
-            entry.actor.wish_to_park(ParkReason.DRAIN, max(0.0, left_s))
+            entry.actor.wishes.park(ParkReason.DRAIN, max(0.0, left_s))
 
     async def drained(self) -> bool:
         """Returns when no session is left, or none will go any more; whether it is empty. Once the
@@ -230,8 +240,9 @@ class Departures:
         return {entry.task for entry in entries if over_s < 0 or entry.actor.holds_lease}
 
     async def let_go_of_all(self) -> None:
-        """Their ledgers stay open for another replica. With the ledger away this takes some
-        seconds; what could not be told there runs out by itself."""
+        """Their ledgers stay open for another replica, and none starts here any more. With the
+        ledger away this takes some seconds; what could not be told there runs out by itself."""
+        self.closed = True
         for entry in self._roster.live.values():
-            entry.actor.let_go()
+            entry.actor.wishes.let_go()
         await asyncio.gather(*(entry.task for entry in self._roster.live.values()))

@@ -170,6 +170,10 @@ class DurableSession:
         """Another replica may go on."""
         await self._release(None)
 
+    def forget(self) -> None:
+        """Nothing is written any more, and so nothing of it needs mending."""
+        self._ledger.forget(self._keeper.lease)
+
     async def park(self, reason: str) -> None:
         """The session waits in the ledger; the lease is given back. Raises HeadMismatch when
         something is open there that this owner does not know of."""

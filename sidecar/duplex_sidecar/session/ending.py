@@ -74,6 +74,7 @@ class Ending:
 MOVED = Ending(
     ErrorCode.LEASE_LOST, "the session moves to another replica", moves=True, reason="handed_over"
 )
+ERASED = Ending(ErrorCode.SESSION_ENDED, "the session was erased", reason="erased")
 SHUT_DOWN = Ending(ErrorCode.LEASE_LOST, "the replica is shutting down")
 
 
@@ -91,7 +92,7 @@ def ending_of(error: Exception) -> Ending:
             return Ending(ErrorCode.LEASE_LOST, "another replica runs the session")
         case SessionErased():
             log.info("session dropped: %s", error.reason)
-            return Ending(ErrorCode.SESSION_ENDED, "the session was erased", reason="erased")
+            return ERASED
         case LedgerFull():
             log.error("session dropped: %s", error)
             return Ending(ErrorCode.RESOURCE_EXHAUSTED, f"ledger: {error.reason}")
@@ -174,6 +175,8 @@ async def wind_up(
         log.warning("session ended without %s: %s", what, type(error).__name__)
     except Exception:
         log.exception("session ended in disorder")
+    finally:
+        durable.forget()
     if written or ending.parks is None:
         return ending
     return replace(SHUT_DOWN, detail="the session could not park")

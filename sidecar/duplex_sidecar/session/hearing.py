@@ -4,15 +4,17 @@ Committed rows are never encoded again. What a restore replays is the PCM since 
 reset, and only to bring its state back; the rows of that replay are discarded.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES, UNIT_SAMPLES
-from duplex_sidecar.session.stages import wait_ready
+from duplex_sidecar.session.stages import alone_at, wait_ready
 from duplex_sidecar.session.streams import LOST
 from duplex_sidecar.stages.envelope import EncoderClose, EncoderFeed, EncoderOpen, EncoderRows
 from duplex_sidecar.stages.errors import StageError
 from duplex_sidecar.stages.interface import EncoderStage
+from duplex_sidecar.telemetry.names import StageName
 
 SAMPLE_BYTES = 2
 FIRST_PAD_SAMPLES = FIRST_CHUNK_SAMPLES - UNIT_SAMPLES
@@ -37,8 +39,12 @@ def cut_at_mark(pcm: bytes, mark_samples: int) -> bytes:
 class EncoderDriver:
     """One session's encoder state, wherever its process stands."""
 
-    def __init__(self, stage: EncoderStage, session: str, pcm_of_units: PcmOfUnits) -> None:
+    def __init__(
+        self, stage: EncoderStage, session: str, pcm_of_units: PcmOfUnits, redo_gate: asyncio.Lock
+    ) -> None:
+        """redo_gate: see `RedoGates`."""
         self._stage = stage
+        self._redo_gate = redo_gate
         self._session = session
         self._pcm_of_units = pcm_of_units
         self._generation = 0
@@ -94,19 +100,30 @@ class EncoderDriver:
         )
         for attempt in range(1, MAX_TRIES + 1):
             try:
-                await self._restore_if_lost()
-                rows = await self._stage.feed(request)
+                rows = await (self._feed(request) if attempt == 1 else self._feed_alone(request))
                 break
             except StageError as error:
                 if error.fault not in LOST or attempt == MAX_TRIES:
                     raise
                 self._generation = 0
-                await wait_ready(self._stage, "encoder")
         else:
             raise AssertionError("the loop ends by break or raise")
         self._through = append.seq
         self._mark_samples = rows.reset_mark_samples
         return rows
+
+    async def _feed(self, request: EncoderFeed) -> EncoderRows:
+        await self._restore_if_lost()
+        return await self._stage.feed(request)
+
+    async def _feed_alone(self, request: EncoderFeed) -> EncoderRows:
+        """The state is restored outside the gate: nobody waits there for another one's ledger."""
+        while True:
+            await wait_ready(self._stage, StageName.ENCODER)
+            await self._restore_if_lost()
+            async with alone_at(self._stage, StageName.ENCODER, self._redo_gate):
+                if self._generation == self._stage.generation:
+                    return await self._stage.feed(request)
 
     async def _restore_if_lost(self) -> None:
         generation = self._stage.generation

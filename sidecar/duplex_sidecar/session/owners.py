@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from duplex_sidecar.ledger.errors import LeaseHeld, LeaseSettling
 from duplex_sidecar.ledger.lease import Lease
-from duplex_sidecar.ledger.moving import Offer
+from duplex_sidecar.ledger.moving import Offer, new_offer
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.telemetry.metrics import Metrics
@@ -89,7 +89,7 @@ class Owners:
 
     def offer(self, session: str, fence: int) -> Offer:
         """A new one of this replica's."""
-        return Offer(session, self.replica, fence, secrets.token_hex(16), self._address)
+        return new_offer(session, self.replica, fence, self._address)
 
     @asynccontextmanager
     async def held(

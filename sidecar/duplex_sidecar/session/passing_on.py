@@ -3,6 +3,7 @@ lease. Either it is the other replica's then, or this one goes on as if nothing 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from duplex_sidecar.ledger.errors import HeadMismatch, LedgerError, NotOffered, StaleFence
@@ -30,9 +31,18 @@ class _Wish:
 class PassingOn:
     """Of one session."""
 
-    def __init__(self, durable: DurableSession, keeper: LeaseKeeper) -> None:
+    def __init__(
+        self,
+        durable: DurableSession,
+        keeper: LeaseKeeper,
+        clock_s: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        """clock_s: the session's. wake: its task has to look."""
         self._durable = durable
         self._keeper = keeper
+        self._clock_s = clock_s
+        self._wake = wake
         self._wish: _Wish | None = None
 
     @property
@@ -40,17 +50,20 @@ class PassingOn:
         """Whether the call is under way, or has moved the lease: no unit starts any more."""
         return self._wish is not None and self._wish.granted
 
-    def wish(self, order: HandOver, by_s: float) -> "asyncio.Future[None]":
-        """The future tells of it, with the refusal where the session goes on here; it is never done
+    def wish(self, order: HandOver, grace_s: float) -> "asyncio.Future[None]":
+        """Hand over at the end of the present turn, or between two units once the grace is over.
+
+        The future tells of it, with the refusal where the session goes on here; it is never done
         where the session ends otherwise. An earlier wish is never put off. Raises PlacementRefused
         SESSION_BUSY while it is to go to another one."""
-        wish = self._wish
+        wish, by_s = self._wish, self._clock_s() + grace_s
         if wish is None:
             outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             wish = self._wish = _Wish(order, by_s, outcome)
         elif wish.order != order:
             raise PlacementRefused(Refusal.SESSION_BUSY, "it is about to go to another replica")
         wish.by_s = min(wish.by_s, by_s)
+        self._wake()
         return wish.outcome
 
     def withdraw(self, order: HandOver) -> bool:

@@ -1,4 +1,5 @@
-"""All sessions of this replica: opened by the admin API, found by doors, taken up from the ledger.
+"""Who asks for a session on this replica, and whether they get it: the admin API opens and
+prepares, doors attach clients. How it comes to run is in `session.arrivals`.
 
 Stand-alone, a client that dials with the token of a session that no replica runs makes this one
 take it up, which also wakes a parked one. With an operator, placement decides: a dial is told so.
@@ -7,9 +8,6 @@ take it up, which also wakes a parked one. With an operator, placement decides: 
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
 
 from duplex_api.pool import PoolSpec
 from duplex_api.resolve import ResolvedSession
@@ -17,51 +15,25 @@ from duplex_api.session import IMMUTABLE_SESSION_FIELDS, DuplexSession, SessionS
 from duplex_sidecar.ledger import token as tokens
 from duplex_sidecar.ledger.errors import SessionExists
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import Lease
-from duplex_sidecar.ledger.records import Opening
-from duplex_sidecar.ledger.recovery import RefusalCode, Refuse, decide
 from duplex_sidecar.ledger.session_view import Phase, SessionMeta
 from duplex_sidecar.ledger.store import Ledger
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.session.actor import SessionActor
-from duplex_sidecar.session.assembly import Assembly, assemble_new, assemble_recovered
+from duplex_sidecar.session.arrivals import Arrivals, Claim
+from duplex_sidecar.session.assembly import Assembly
 from duplex_sidecar.session.clients import ClientAttachment
-from duplex_sidecar.session.conversation import encode_conversation
 from duplex_sidecar.session.departures import Departures
-from duplex_sidecar.session.ending import SHUT_DOWN
-from duplex_sidecar.session.opening import (
-    differs_from,
-    facts_of,
-    opening_of,
-    require_both_modalities,
-    resolve_served,
-)
+from duplex_sidecar.session.opening import differs_from, resolve_served
 from duplex_sidecar.session.owners import Owners
-from duplex_sidecar.session.reference import reference_rows
 from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
 from duplex_sidecar.session.roster import Live, Roster
-from duplex_sidecar.session.rows import RowsMissing, encode_rows
-from duplex_sidecar.session.standing_by import Prepared, StandingBy
-from duplex_sidecar.session.token_change import ClientTokens, NewToken, offer_token
+from duplex_sidecar.session.standing_by import StandingBy
+from duplex_sidecar.session.token_change import NewToken, offer_token
 from duplex_sidecar.session.turnstile import Turnstile
-from duplex_sidecar.session.warming import Warmer
-from duplex_sidecar.stages.errors import StageError
-from duplex_sidecar.telemetry.logs import log_context
-from duplex_sidecar.window.render import RenderError
 
 log = logging.getLogger(__name__)
 
 MAX_TOKEN_CHARACTERS = 512
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What comes with an order to run a session. token_sha256: of its client's token. fence: that
-    an operator issued; None stand-alone. resume: it has a history, and is not begun without it."""
-
-    token_sha256: str
-    fence: int | None = None
-    resume: bool = False
 
 
 class SessionRegistry:
@@ -87,10 +59,12 @@ class SessionRegistry:
             ledger, assembly.replica, assembly.address, assembly.metrics, assembly.pod_uid
         )
         self._turnstile = Turnstile()
-        self._closed = False
         self.roster = roster
         self._standing_by = StandingBy(ledger, roster, self._take_over)
         self.departures = Departures(roster, ledger, self._owners, self._turnstile, keep_erasure)
+        self._arrivals = Arrivals(
+            assembly, ledger, roster, self._owners, self._standing_by, self.departures
+        )
 
     @property
     def live(self) -> dict[str, SessionActor]:
@@ -123,7 +97,7 @@ class SessionRegistry:
         """
         if (complaint := name_complaint(session)) is not None:
             raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
-        self._require_open()
+        self.departures.require_open()
         async with self._turnstile.only_caller(session):
             resolved = self._resolved(manifest, pool)
             entry = await self._staying(session)
@@ -136,10 +110,10 @@ class SessionRegistry:
             self._require_placeable()
             with self.roster.slot(session), typed_refusals():
                 try:
-                    return await self._create(session, manifest.spec, resolved, claim)
+                    return await self._arrivals.begin(session, manifest.spec, resolved, claim)
                 except SessionExists:
                     await self._require_right(session, claim)
-                actor = await self._take_up(session, claim, manifest.spec)
+                actor = await self._arrivals.take_up(session, claim, manifest.spec)
                 actor.lifecycle = resolved.lifecycle
                 return actor
 
@@ -153,7 +127,7 @@ class SessionRegistry:
         assert claim.fence is not None
         if (complaint := name_complaint(session)) is not None:
             raise ClientError(ErrorCode.INVALID_EVENT, complaint, "session")
-        self._require_open()
+        self.departures.require_open()
         async with self._turnstile.only_caller(session):
             resolved = self._resolved(manifest, pool)
             entry = await self._staying(session)
@@ -165,58 +139,27 @@ class SessionRegistry:
             known = self._standing_by.prepared(session)
             if known is None or known.offer.fence != claim.fence:
                 await self._standing_by.drop(session)
-                return await self._prepare(session, manifest.spec, resolved, claim, claim.fence)
+                offer = self._owners.offer(session, claim.fence)
+                return await self._arrivals.make_ready(
+                    offer, claim.token_sha256, manifest.spec, resolved.lifecycle
+                )
             with typed_refusals():
                 await self._ledger.moves.offer(known.offer)
             self._standing_by.expect(session, known)
             return known.warmer.seq
 
-    async def _prepare(
-        self,
-        session: str,
-        spec: SessionSpec,
-        resolved: ResolvedSession,
-        claim: Claim,
-        fence: int,
-    ) -> int:
-        offer = self._owners.offer(session, fence)
-        with self.roster.slot(session), typed_refusals():
-            await self._ledger.moves.offer(offer)
-            loaded = await self._ledger.load(session)
-            decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
-            if isinstance(decision, Refuse):
-                raise ClientError(_client_code(decision), decision.reason)
-            facts = facts_of(loaded.opening, self._assembly.model)
-            warmer = Warmer(facts, self._assembly.stages, fence)
-            prepared = Prepared(offer, claim.token_sha256, spec, resolved.lifecycle, warmer)
-            try:
-                await warmer.follow(loaded)
-            except BaseException as error:
-                self._standing_by.give_up(prepared)
-                if isinstance(error, (StageError, RenderError, RowsMissing)):
-                    raise ClientError(ErrorCode.NOT_READY, str(error)) from error
-                raise
-            self._standing_by.expect(session, prepared)
-            return warmer.seq
-
     async def _take_over(self, session: str) -> None:
         """Of a session that was handed to this replica, unless somebody asked for it first."""
         async with self._turnstile.only_caller(session):
             prepared = self._standing_by.prepared(session)
-            if prepared is None or self._closed or session in self.roster.live:
+            if prepared is None or self.departures.closed or session in self.roster.live:
                 return
             try:
                 with self.roster.slot(session), typed_refusals():
-                    await self._take_handed(session, prepared)
+                    await self._arrivals.take_handed(session, prepared)
             except ClientError as refused:
                 if prepared.complains(refused.code.value):
                     log.warning("session is not taken over: %s", refused.code)
-
-    async def _take_handed(self, session: str, prepared: Prepared) -> SessionActor:
-        claim = Claim(prepared.token_sha256, prepared.offer.fence)
-        actor = await self._take_up(session, claim, prepared.spec)
-        actor.lifecycle = prepared.lifecycle
-        return actor
 
     def _require_same_terms(
         self, entry: Live, spec: SessionSpec, resolved: ResolvedSession
@@ -240,7 +183,7 @@ class SessionRegistry:
         elif not entry.tokens.lets_in(claim.token_sha256):
             raise ClientError(ErrorCode.UNAUTHORIZED)
         if claim.fence is not None and claim.fence > fence:
-            entry.actor.let_go()
+            entry.actor.wishes.let_go()
             await asyncio.wait({entry.task})
             return False
         return True
@@ -248,40 +191,12 @@ class SessionRegistry:
     def _resolved(self, manifest: DuplexSession, pool: PoolSpec | None) -> ResolvedSession:
         return resolve_served(manifest, pool, self._assembly.model)
 
-    async def _create(
-        self, session: str, spec: SessionSpec, resolved: ResolvedSession, claim: Claim
-    ) -> SessionActor:
-        assembly = self._assembly
-        if await self._ledger.exists(session):
-            # Known before a trace is begun and the encoder is asked: a session is often opened
-            # again, to wake it.
-            raise SessionExists(session, "exists")
-        if claim.resume:
-            message = "the session is to go on, and the ledger knows nothing of it"
-            raise PlacementRefused(Refusal.LEDGER_LOST, message)
-        require_both_modalities(resolved)
-        trace = assembly.new_trace(session)
-        draft, conversation = opening_of(session, resolved, assembly.model, trace.traceparent)
-        reference = await reference_rows(assembly.stages.encoder, draft)
-        head = await self._ledger.create(
-            draft,
-            replica=assembly.replica,
-            token_sha256=claim.token_sha256,
-            state=encode_conversation(conversation),
-            reference_rows=() if reference is None else (encode_rows(reference),),
-            retention_ms=resolved.lifecycle.retention_ms,
-        )
-        acquire = partial(self._owners.acquire, session, claim.fence)
-        async with self._owners.held(session, acquire) as lease:
-            actor = assemble_new(assembly, draft, conversation, lease, head, trace, reference)
-        return self._start(session, actor, ClientTokens(claim.token_sha256), spec)
-
     # --- attaching --------------------------------------------------------------------------------
 
     async def attach(self, session: str, token: str, last_sequence: int | None) -> ClientAttachment:
         if name_complaint(session) is not None or not tokens_acceptable(token):
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
-        self._require_open()
+        self.departures.require_open()
         if not self._ready():
             raise ClientError(ErrorCode.NOT_READY)
         digest = tokens.token_sha256(token)
@@ -294,11 +209,11 @@ class SessionRegistry:
                 prepared = self._standing_by.prepared(session)
                 if prepared is not None and meta.nonce == prepared.offer.nonce:
                     with self.roster.slot(session):
-                        await self._take_handed(session, prepared)
+                        await self._arrivals.take_handed(session, prepared)
                     return self._attached(self.roster.live[session], digest, last_sequence)
                 self._require_at_home(meta)
                 with self.roster.slot(session):
-                    await self._take_up(session, Claim(meta.token_sha256), None)
+                    await self._arrivals.take_up(session, Claim(meta.token_sha256), None)
             return self._attached(self.roster.live[session], digest, last_sequence)
 
     def _attached(
@@ -341,37 +256,6 @@ class SessionRegistry:
         if claim.fence is None:
             await self._require_token(session, claim.token_sha256)
 
-    async def _take_up(self, session: str, claim: Claim, spec: SessionSpec | None) -> SessionActor:
-        """Take a session over from the ledger, parked or left behind."""
-        async with self._owners.held(session, lambda: self._lease(session, claim)) as lease:
-            loaded = await self._ledger.load(session)
-            decision = decide(loaded, checkpoint=self._assembly.model.fingerprint)
-            if isinstance(decision, Refuse):
-                await self._refuse(lease, decision)
-            meta = loaded.meta
-            client_tokens = ClientTokens(meta.token_sha256, meta.token_offered_sha256)
-            if claim.fence is not None:
-                await offer_token(self._ledger, lease, client_tokens, claim.token_sha256)
-            warm = await self._standing_by.take(session, loaded)
-            actor = assemble_recovered(self._assembly, loaded, decision, lease, warm)
-        return self._start(session, actor, client_tokens, spec or loaded.opening)
-
-    async def _lease(self, session: str, claim: Claim) -> Lease:
-        """By a hand-over to this replica if there was one, else as anybody gets it."""
-        prepared = self._standing_by.prepared(session)
-        if prepared is not None and (claim.fence or 0) <= prepared.offer.fence:
-            lease = await self._owners.adopt(prepared.offer)
-            if lease is not None:
-                return lease
-        return await self._owners.acquire(session, claim.fence)
-
-    async def _refuse(self, lease: Lease, refusal: Refuse) -> NoReturn:
-        """Nothing is deleted; only a unit that failed too often ends the session."""
-        log.error("session refused: %s: %s", refusal.code, refusal.reason)
-        ended = refusal.code is RefusalCode.UNIT_FAILED
-        await self._ledger.release(lease, ended=refusal.code if ended else None)
-        raise ClientError(_client_code(refusal), refusal.reason)
-
     # --- leaving ----------------------------------------------------------------------------------
 
     async def end(self, session: str, reason: str = "") -> bool:
@@ -381,45 +265,10 @@ class SessionRegistry:
     async def close(self) -> None:
         """Let go of all sessions: their ledgers stay open for another replica. None starts any
         more."""
-        self._closed = True
         await self.departures.let_go_of_all()
         await self._standing_by.close()
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _start(
-        self,
-        session: str,
-        actor: SessionActor,
-        client_tokens: ClientTokens,
-        terms: SessionSpec | Opening,
-    ) -> SessionActor:
-        def forget(_: asyncio.Task[None]) -> None:
-            ending = actor.ending or SHUT_DOWN
-            if actor.left_warm is not None:
-                self._standing_by.keep(
-                    session,
-                    actor.conversation,
-                    actor.runner,
-                    actor.left_warm,
-                )
-            self.roster.leave(session, ending)
-            self._assembly.metrics.sessions_live(len(self.roster.live))
-            fields = {"reason": ending.word, "units": actor.conversation.seq}
-            log.info("session no longer runs here", extra={"fields": fields})
-
-        with log_context(session=session):  # the task keeps it, and so do those that it starts
-            task = asyncio.create_task(actor.run(), name=f"session {session}")
-            task.add_done_callback(forget)
-            log.info("session runs here", extra={"fields": {"units": actor.conversation.seq}})
-        entry = Live(actor, task, client_tokens, terms)
-        self.roster.enter(session, entry)
-        self.departures.told(entry)
-        self._assembly.metrics.sessions_live(len(self.roster.live))
-        if self._closed:
-            actor.let_go()
-            self._require_open()
-        return actor
 
     async def _staying(self, session: str) -> Live | None:
         """The running session; one that is about to leave is waited for, it ends in bounded
@@ -430,23 +279,9 @@ class SessionRegistry:
             entry = None
         return entry
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClientError(ErrorCode.NOT_READY, "the replica is shutting down")
-
     def _require_placeable(self) -> None:
         if self.departures.draining:
             raise PlacementRefused(Refusal.DRAINING, "the replica is being emptied")
-
-
-def _client_code(refusal: Refuse) -> ErrorCode:
-    match refusal.code:
-        case RefusalCode.UNIT_FAILED:
-            return ErrorCode.UNIT_FAILED
-        case RefusalCode.ENDED:
-            return ErrorCode.SESSION_ENDED
-        case _:
-            return ErrorCode.LEDGER_CORRUPT
 
 
 def first_difference(one: SessionSpec, other: SessionSpec) -> str | None:

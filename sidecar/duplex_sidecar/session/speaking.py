@@ -27,7 +27,7 @@ from duplex_sidecar.model.minicpmo45.talker_context import PromptAction, plan_co
 from duplex_sidecar.model.minicpmo45.vocabulary import TextPiece, Vocabulary
 from duplex_sidecar.session.catching_up import NOTHING_SOUNDED, SoundedCodes, begin_again
 from duplex_sidecar.session.conversation import Speech
-from duplex_sidecar.session.stages import StageSet, wait_ready
+from duplex_sidecar.session.stages import StageSet, alone_at
 from duplex_sidecar.session.streams import LOST, TalkerStream
 from duplex_sidecar.session.watching import UnitWatch
 from duplex_sidecar.stages.envelope import (
@@ -221,8 +221,9 @@ class Speaker:
             watch.trace.stage_fault(StageName.TALKER, error.fault)
             if error.fault not in LOST:
                 raise
-            await wait_ready(self._stages.talker, StageName.TALKER)
-            speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
+            gate = self._stages.redo_gates.talker
+            async with alone_at(self._stages.talker, StageName.TALKER, gate):
+                speech, codes = await self._feed_condition(speech, unit, handoff, condition, rules)
         self._last_condition = condition
         return (
             structs.replace(
@@ -276,30 +277,45 @@ class Speaker:
         if producer.sequence and not self._is_open(producer.epoch):
             muted, producer = begin_again(producer, self._sounded)
             cause = EpochCause.RECOVERY
-        for attempt in (1, 2):
-            outputs, after = produce_unit(producer, record)
-            try:
-                for chunk in muted:
-                    await self._sound(chunk, record, turn, unit, cause, watch)
-                sound = [
-                    await self._sound(output, record, turn, unit, cause, watch)
-                    for output in outputs
-                    if isinstance(output, Chunk)
-                ]
-                self._remember(record, sound)
-                return tuple(sound), after
-            except StageError as error:
-                watch.trace.stage_fault(StageName.CODE2WAV, error.fault)
-                if error.fault not in _RESTARTABLE or attempt == 2:
-                    raise
-                self._opened = None
-                cause = EpochCause.RECOVERY
-                if error.fault is StageFault.OUT_OF_ORDER:
-                    cause = EpochCause.VIOLATION
-                    watch.metrics.envelope_refused(error.fault)
-                await wait_ready(self._stages.code2wav, StageName.CODE2WAV)
-                muted, producer = begin_again(producer, self._sounded)
-        raise AssertionError("unreachable")
+        try:
+            return await self._chunks(muted, producer, record, turn, unit, cause, watch)
+        except StageError as error:
+            if error.fault not in _RESTARTABLE:
+                raise
+            self._opened = None
+            cause = EpochCause.RECOVERY
+            if error.fault is StageFault.OUT_OF_ORDER:
+                cause = EpochCause.VIOLATION
+                watch.metrics.envelope_refused(error.fault)
+        muted, producer = begin_again(producer, self._sounded)
+        gate = self._stages.redo_gates.code2wav
+        async with alone_at(self._stages.code2wav, StageName.CODE2WAV, gate):
+            return await self._chunks(muted, producer, record, turn, unit, cause, watch)
+
+    async def _chunks(
+        self,
+        muted: tuple[Chunk, ...],
+        producer: ProducerState,
+        record: CodeRecord,
+        turn: int,
+        unit: int,
+        cause: EpochCause,
+        watch: UnitWatch,
+    ) -> tuple[tuple[SoundChunk, ...], ProducerState]:
+        outputs, after = produce_unit(producer, record)
+        try:
+            for chunk in muted:
+                await self._sound(chunk, record, turn, unit, cause, watch)
+            sound = [
+                await self._sound(output, record, turn, unit, cause, watch)
+                for output in outputs
+                if isinstance(output, Chunk)
+            ]
+        except StageError as error:
+            watch.trace.stage_fault(StageName.CODE2WAV, error.fault)
+            raise
+        self._remember(record, sound)
+        return tuple(sound), after
 
     def _remember(self, record: CodeRecord, sound: list[SoundChunk]) -> None:
         """What a new epoch of this turn would have to hear first."""

@@ -7,8 +7,6 @@ rules and so the same draws, as a whole prompt rendered from the same records.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.ledger.recovery import MAX_ATTEMPTS
@@ -26,7 +24,7 @@ from duplex_sidecar.session.recording import (
     predicted_rebuild_ms,
     unit_seed,
 )
-from duplex_sidecar.session.stages import wait_ready
+from duplex_sidecar.session.stages import alone_at
 from duplex_sidecar.session.streams import LOST, ThinkerStream
 from duplex_sidecar.session.watching import UnitWatch
 from duplex_sidecar.stages.envelope import ThinkerAnswer, ThinkerPart
@@ -61,9 +59,9 @@ class ThinkerDriver:
         rebuild_ahead: bool,
         taken_up: OpenedAhead | None = None,
     ) -> None:
-        """redo_gate: see `StageSet`. no_stream_because: why a first stream beyond unit 1 comes from
-        a rebuild. rebuild_ahead: open the stream of a slide that is sure to come before its append
-        does. taken_up: what the stream holds already, see `RebuildAhead`."""
+        """redo_gate: see `RedoGates`. no_stream_because: why a first stream beyond unit 1 comes
+        from a rebuild. rebuild_ahead: open the stream of a slide that is sure to come before its
+        append does. taken_up: what the stream holds already, see `RebuildAhead`."""
         self._facts = facts
         self._stage = stage
         self._stream = stream
@@ -172,7 +170,7 @@ class ThinkerDriver:
             )
             parts = await self._prompter.whole_prompt(window, pending)
             try:
-                async with self._gate_of_a_ready_stage():
+                async with alone_at(self._stage, StageName.THINKER, self._redo_gate):
                     await self._count_respeak(after.seq)
                     with watch.step(StepName.THINKER):
                         answer = await self._rebuild(after.seq, rebuild, parts, rules, after, watch)
@@ -194,20 +192,11 @@ class ThinkerDriver:
         cause: RebuildCause,
     ) -> tuple[Planned, ThinkerAnswer]:
         """Counted before it is submitted, to an engine that stands."""
-        async with self._gate_of_a_ready_stage():
+        async with alone_at(self._stage, StageName.THINKER, self._redo_gate):
             await self._durable.redo(append.seq, attempt, cause)
             planned = self.plan(before, append)
             with watch.step(StepName.THINKER):
                 return planned, await self._submit(before, append, planned, rules, watch)
-
-    @asynccontextmanager
-    async def _gate_of_a_ready_stage(self) -> AsyncGenerator[None]:
-        """Sessions wait side by side for a stage that is away, and one by one for the gate, where
-        the redo before theirs may have ended it again. Raises StageAway."""
-        await wait_ready(self._stage, StageName.THINKER)
-        async with self._redo_gate:
-            await wait_ready(self._stage, StageName.THINKER)
-            yield
 
     async def _count_respeak(self, seq: int) -> None:
         """The same for a committed unit. Raises SessionOver when it was tried often enough."""

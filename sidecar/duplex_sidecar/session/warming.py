@@ -44,7 +44,9 @@ class Warmer:
         """fence: under which the session is to run here; it names the streams."""
         self._facts = facts
         self._stream = thinker_stream(stages, facts.session, fence)
-        self._encoder = EncoderDriver(stages.encoder, facts.session, self._pcm_of_units)
+        self._encoder = EncoderDriver(
+            stages.encoder, facts.session, self._pcm_of_units, stages.redo_gates.encoder
+        )
         self._loaded: LoadedSession | None = None
         self._held: tuple[ThinkerPart, ...] = ()
         """What the Thinker's stream was fed."""

@@ -42,8 +42,8 @@ async def new_session(ground: Yard) -> str:
     return session
 
 
-async def say_much(client: RealtimeClient, **more: str) -> None:
-    await client.send(append_event(bytes(2), video_frames=["x" * 13 * MEBI], **more))
+async def say_much(client: RealtimeClient, size: int = 13 * MEBI) -> None:
+    await client.send(append_event(bytes(2), video_frames=["x" * size]))
 
 
 async def until_held(front: Gate, least: int, most: int) -> None:
@@ -69,8 +69,11 @@ async def test_one_that_wants_more_than_is_left_is_refused_and_others_are_not(
         ]
         await say_much(first)
         await say_much(first)
-        await until_held(front, 26 * MEBI, 32 * MEBI)
-        await say_much(second, event_id="too much")
+        await say_much(first, size=6 * MEBI - 40_000)
+        await until_held(front, 31 * MEBI, 32 * MEBI)
+        share = append_event(bytes(15_000))
+        await second.send(share)
+        await second.send(share | {"event_id": "too much"})
         error = (await second.until("error"))["error"]
         assert (error["code"], error["event_id"]) == ("input_overflow", "too much")
         before = await held(front)

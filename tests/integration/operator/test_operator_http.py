@@ -15,22 +15,23 @@ from support.patience import PATIENCE_S
 from support.stand_in_sidecar import StandInSidecar
 from support.valkeys import ValkeyProcess, primary_and_replica, wait_until
 
+from duplex_api.constants import SESSION_KIND
 from duplex_api.routes import WAKE_FIELD, WAKE_STREAM, RouteRecord, call_key, route_key
 from duplex_api.session import SessionPhase
-from duplex_operator.apply import (
-    PODS,
-    SESSIONS,
+from duplex_operator.feed import BeatLine, FeedPhase, FeedSession, HelloLine, PodLine, read_line
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.connection import ApiConnection
+from duplex_operator.kube.errors import (
     ApiError,
     ConflictError,
-    KubernetesApi,
     MissingError,
     NotLeadingError,
     RefusedError,
-    Regarding,
     UnavailableError,
 )
-from duplex_operator.feed import BeatLine, FeedPhase, FeedSession, HelloLine, PodLine, read_line
-from duplex_operator.objects import ObjectKey
+from duplex_operator.kube.events import tell_event
+from duplex_operator.kube.resources import PODS, SESSIONS
+from duplex_operator.objects import ObjectKey, read_meta
 from duplex_operator.routes import LedgerAwayError, Routes
 from duplex_operator.settings import OperatorSettings
 from duplex_operator.sidecar_client import (
@@ -100,9 +101,11 @@ def naps() -> Naps:
 
 @pytest.fixture
 async def api(stub: tuple[ApiStub, str], naps: Naps) -> AsyncIterator[KubernetesApi]:
-    api = KubernetesApi(kopf.ConnectionInfo(server=stub[1], token="first"), sleep=naps.nap)
+    api = KubernetesApi(
+        ApiConnection(kopf.ConnectionInfo(server=stub[1], token="first"), sleep=naps.nap)
+    )
     yield api
-    await api.close()
+    await api.connection.close()
 
 
 async def test_what_can_pass_is_tried_again(
@@ -115,7 +118,7 @@ async def test_what_can_pass_is_tried_again(
     ]
     assert await api.get(SESSIONS, KEY) == {"metadata": {"name": "talk"}}
     assert naps[0] == 3.0
-    assert api.requests["get duplexsessions"] == 3
+    assert api.connection.requests["get duplexsessions"] == 3
     stub[0].script = [answer(503)] * 4
     with pytest.raises(UnavailableError):
         await api.get(SESSIONS, KEY)
@@ -145,14 +148,16 @@ async def test_a_replaced_token_is_read_again(stub: tuple[ApiStub, str]) -> None
     naps = Naps()
     fresh = kopf.ConnectionInfo(server=stub[1], token="second")
     api = KubernetesApi(
-        kopf.ConnectionInfo(server=stub[1], token="first"),
-        sleep=naps.nap,
-        reconnect=lambda: fresh,
+        ApiConnection(
+            kopf.ConnectionInfo(server=stub[1], token="first"),
+            sleep=naps.nap,
+            reconnect=lambda: fresh,
+        )
     )
     stub[0].script = [answer(401), answer(200)]
     await api.get(SESSIONS, KEY)
     assert stub[0].authorizations == ["Bearer first", "Bearer second"]
-    await api.close()
+    await api.connection.close()
 
 
 async def test_many_calls_with_an_old_token_make_one_new_connection(
@@ -174,10 +179,10 @@ async def test_many_calls_with_an_old_token_make_one_new_connection(
 
     stub[0].handler = handle
     first = kopf.ConnectionInfo(server=stub[1], token="first")
-    api = KubernetesApi(first, sleep=naps.nap, reconnect=reconnect)
+    api = KubernetesApi(ApiConnection(first, sleep=naps.nap, reconnect=reconnect))
     await asyncio.wait_for(asyncio.gather(*(api.get(SESSIONS, KEY) for _ in range(8))), PATIENCE_S)
     assert reconnected == 1
-    await api.close()
+    await api.connection.close()
 
 
 async def test_a_list_is_read_in_pages_and_starts_over_when_it_expires(
@@ -311,7 +316,7 @@ async def test_how_a_watch_breaks(
 async def test_a_watch_without_a_word_ends(
     api: KubernetesApi, stub: tuple[ApiStub, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duplex_operator.apply.WATCH_SILENCE_S", 0.2)
+    monkeypatch.setattr("duplex_operator.kube.connection.STREAM_SILENCE_S", 0.2)
     stub[0].script = [Silent]
     assert [event async for event in api.watch(PODS, "", "5")] == [None]
 
@@ -321,21 +326,21 @@ async def test_a_watch_with_an_old_token_is_begun_with_a_new_one(
 ) -> None:
     stub[0].script = [answer(401), watching(ADDED)]
     first, second = (kopf.ConnectionInfo(server=stub[1], token=t) for t in ("old", "new"))
-    api = KubernetesApi(first, reconnect=lambda: second)
+    api = KubernetesApi(ApiConnection(first, reconnect=lambda: second))
     with pytest.raises(UnavailableError):
         async for _ in api.watch(SESSIONS, "", "5"):
             pass
     assert len([event async for event in api.watch(SESSIONS, "", "5")]) == 2
     assert stub[0].authorizations == ["Bearer old", "Bearer new"]
-    await api.close()
+    await api.connection.close()
 
 
 async def test_nothing_is_written_without_the_lead(stub: tuple[ApiStub, str]) -> None:
-    api = KubernetesApi(kopf.ConnectionInfo(server=stub[1]), may_write=lambda: False)
+    api = KubernetesApi(ApiConnection(kopf.ConnectionInfo(server=stub[1])), may_write=lambda: False)
     with pytest.raises(NotLeadingError):
         await api.patch(SESSIONS, KEY, {}, version=None)
     assert not stub[0].asked
-    await api.close()
+    await api.connection.close()
 
 
 async def test_a_delete_names_its_object_and_a_lost_event_stops_nothing(
@@ -348,21 +353,31 @@ async def test_a_delete_names_its_object_and_a_lost_event_stops_nothing(
         "propagationPolicy": "Background",
         "gracePeriodSeconds": 5,
     }
-    regarding = Regarding("duplex.dev/v1alpha1", "DuplexSession", KEY, "u1")
-    await api.event(regarding, reason="Ready", note="n" * 5000, action="Reconcile")
-    assert len(stub[0].asked[1][3]["note"]) == 1024
-    await api.event(regarding, reason="Ready", note="né " * 500, action="Reconcile")
+    about = read_meta({"metadata": {"name": KEY.name, "namespace": KEY.namespace, "uid": "u1"}})
+    await tell_event(api, SESSION_KIND, about, reason="Ready", note="n" * 5000, action="Reconcile")
+    event = stub[0].asked[1][3]
+    assert (event["type"], len(event["note"])) == ("Normal", 1024)
+    assert event["regarding"] == {
+        "apiVersion": "duplex.dev/v1alpha1",
+        "kind": "DuplexSession",
+        "name": "talk",
+        "namespace": "default",
+        "uid": "u1",
+    }
+    await tell_event(api, SESSION_KIND, about, reason="Ready", note="né " * 500, action="Reconcile")
     assert stub[0].asked[2][3]["note"] == "né " * 256
 
 
 async def test_an_api_server_that_is_away_is_told_so() -> None:
     naps = Naps()
-    api = KubernetesApi(kopf.ConnectionInfo(server="http://127.0.0.1:9"), sleep=naps.nap)
+    api = KubernetesApi(
+        ApiConnection(kopf.ConnectionInfo(server="http://127.0.0.1:9"), sleep=naps.nap)
+    )
     with pytest.raises(UnavailableError) as caught:
         await api.get(SESSIONS, KEY)
     assert caught.value.status == 0
     assert len(naps) == 3
-    await api.close()
+    await api.connection.close()
 
 
 # --- the sidecar ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from duplex_api.constants import API_GROUP
-from duplex_operator import apply
+from duplex_operator.kube import resources
 
 pytestmark = pytest.mark.unit
 
@@ -18,8 +18,8 @@ CODE = ROOT / "operator" / "duplex_operator"
 GOLDEN = Path(__file__).parent / "golden" / "defaults.yaml"
 
 VERBS = {"get", "list", "create", "patch", "delete"}
-RESOURCES: dict[str, apply.Resource] = {
-    name: value for name, value in vars(apply).items() if isinstance(value, apply.Resource)
+RESOURCES: dict[str, resources.Resource] = {
+    name: value for name, value in vars(resources).items() if isinstance(value, resources.Resource)
 }
 WATCHED = ("SESSIONS", "POOLS", "PODS", "NODES")
 """Listed and watched by the intake, which names them in a table."""
@@ -38,7 +38,7 @@ BLOCKS_OWNERS = {
 """Never called: some clusters ask for it when an owner reference says blockOwnerDeletion."""
 
 
-def right(resource: apply.Resource, verb: str, subresource: str = "") -> Right:
+def right(resource: resources.Resource, verb: str, subresource: str = "") -> Right:
     parts = resource.base.split("/")
     group = parts[2] if parts[1] == "apis" else ""
     name = f"{resource.plural}/{subresource}" if subresource else resource.plural
@@ -46,18 +46,12 @@ def right(resource: apply.Resource, verb: str, subresource: str = "") -> Right:
 
 
 def calls(tree: ast.AST) -> Iterator[Right]:
-    """Calls of KubernetesApi that name a resource: `api.patch(PODS, ...)`.
-
-    Its own calls say the verb as their first argument, whatever the method is called.
-    """
+    """Calls of KubernetesApi that name a resource: `api.patch(PODS, ...)`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        verb, arguments = node.func.attr, list(node.args)
-        if arguments and isinstance(arguments[0], ast.Constant):
-            verb = str(arguments.pop(0).value)
-            arguments = [each for each in arguments if isinstance(each, ast.Name)]
-        named = arguments[0].id if arguments and isinstance(arguments[0], ast.Name) else ""
+        verb = node.func.attr
+        named = node.args[0].id if node.args and isinstance(node.args[0], ast.Name) else ""
         if verb in VERBS and named in RESOURCES:
             subresource = next(
                 (

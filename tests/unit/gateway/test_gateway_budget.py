@@ -18,6 +18,7 @@ from duplex_gateway.held import HeldLimits, Room
 from duplex_gateway.metrics import CallEnd, Metrics
 from duplex_gateway.resume import ResumeState
 from duplex_gateway.wire import ClientMessage, Facts, read_client_message
+from duplex_sidecar.doors.unread import Unread
 
 pytestmark = pytest.mark.unit
 
@@ -145,12 +146,17 @@ class DeafSocket:
         await asyncio.Event().wait()
 
 
+def nothing() -> Unread:
+    """That it has said."""
+    return Unread(lambda: None)
+
+
 async def test_what_a_client_has_not_taken_counts_and_is_given_back() -> None:
     budget = Budget(64 * MEBI, most_calls=10)
     account = Account(budget)
     sent = asyncio.Event()
     deaf: Any = DeafSocket(sent.set)
-    sending = asyncio.create_task(ClientSocket(deaf, account).send(bytes(5_000)))
+    sending = asyncio.create_task(ClientSocket(deaf, nothing(), account).send(bytes(5_000)))
     await sent.wait()
     assert budget.held_bytes == 5_000
     sending.cancel()
@@ -166,6 +172,6 @@ async def test_who_does_not_read_is_let_go_of_soon_where_nothing_is_left(
     Account(budget).change(32 * MEBI)
     deaf: Any = DeafSocket(lambda: None)
     with pytest.raises(Ended) as ended:
-        await ClientSocket(deaf, Account(budget)).send(bytes(4 * MEBI))
+        await ClientSocket(deaf, nothing(), Account(budget)).send(bytes(4 * MEBI))
     assert (ended.value.end, ended.value.close_code) == (CallEnd.SLOW_CLIENT, 4008)
     assert budget.held_bytes == 32 * MEBI

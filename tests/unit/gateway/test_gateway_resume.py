@@ -289,7 +289,12 @@ class World:
             self.hear()
             owner = self.owner
             assert owner is not None
-            if not (owner.inbox or owner.out or self.state._waiting or self.state._formats_first):
+            if not (
+                owner.inbox
+                or owner.out
+                or self.state._input._waiting
+                or self.state._input._formats_first
+            ):
                 return
         raise AssertionError("it never settles")
 
@@ -346,7 +351,7 @@ def test_each_number_once_and_each_sample_once(
             case _:
                 for _ in range(value):
                     getattr(world, name)()
-        kept = sum(item.memory_bytes for item in world.state._items())
+        kept = sum(item.memory_bytes for item in world.state._input._items())
         assert world.state.account.held_bytes == kept
     world.settle()
 

@@ -14,7 +14,7 @@ _RELINKED = frozenset({"opening_hash", "floor_hash", "head", "bytes"})
 """The new id changes them."""
 _WITHOUT = frozenset(
     {
-        *("next_fence", "next_nonce", "next_replica", "next_address", "next_until"),
+        *("next_fence", "next_nonce", "next_replica", "next_address", "next_until", "next_asked"),
         *("failure_op", "failure_seq", "failure_count"),
         *("erased_at", "confirmed"),  # of a tombstone
     }

@@ -155,7 +155,18 @@ def test_unsuitable_servers_are_refused(server: dict[str, str], policy: str) -> 
 
 
 LEASE_SCRIPTS = {
-    *("acquire", "renew", "release", "park", "offer", "hand_over", "break", "erase", "note"),
+    *(
+        "acquire",
+        "renew",
+        "release",
+        "park",
+        "offer",
+        "hand_over",
+        "break",
+        "erase",
+        "note",
+        "reach",
+    ),
 }
 
 

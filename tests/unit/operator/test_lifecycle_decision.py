@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duplex_api.metadata import ConditionStatus
 from duplex_api.routes import RouteRecord
 from duplex_api.session import (
     DesiredState,
@@ -53,6 +54,7 @@ from duplex_operator.decide.facts import (
 from duplex_operator.decide.lifecycle import decide
 from duplex_operator.decide.placement import Assignment, Wait, WaitReason
 from duplex_operator.decide.status import (
+    LEDGER_DURABLE,
     build_status,
     condition_of,
     is_news,
@@ -439,7 +441,19 @@ def test_the_owners_wish() -> None:
     wish = {"desiredState": "Parked"}
     assert decide(placed(SessionPhase.READY, said=said(), spec=wish)) == Park("uid-a")
     asked = Memory(asked_park_ms=NOW_MS - 500)
-    assert decide(placed(SessionPhase.READY, said=said(), spec=wish, memory=asked)) == Nothing(1.5)
+    waits = placed(SessionPhase.READY, said=said(), spec=wish, memory=asked)
+    told = decide(waits)
+    assert isinstance(told, WriteStatus)
+    waits = replace(waits, session=replace(waits.session, status=told.status))
+    assert decide(waits) == Nothing(1.5)
+    # Why it takes so long is told, and it is asked again all the same.
+    away = decide(replace(waits, said=said(ledger_durable=False)))
+    assert isinstance(away, WriteStatus)
+    durable = condition_of(away.status, LEDGER_DURABLE)
+    assert durable is not None
+    assert durable.status is ConditionStatus.FALSE
+    late = replace(waits, said=said(ledger_durable=False), now_ms=NOW_MS + 1_500)
+    assert decide(late) == Park("uid-a")
     action = decide(facts(session(**wish)))
     assert isinstance(action, WriteStatus)
     assert (action.status.phase, action.reason) == (SessionPhase.PARKED, "Requested")

@@ -186,6 +186,26 @@ async def test_a_sidecar_says_what_it_understands(monkeypatch: pytest.MonkeyPatc
     await rig.fleet.close()
 
 
+async def test_it_is_unheard_until_it_has_told_of_every_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+
+    def unheard() -> bool:
+        feed = rig.fleet.pod("uid-a")
+        return feed is not None and feed.is_unheard
+
+    assert unheard()
+    await rig.say(HelloLine(replica="r", slots=1, ready=True))
+    assert unheard()
+    await rig.say(BeatLine())
+    assert not unheard()
+    # Other credentials: what it said is kept, and it is dialled anew.
+    rig.fleet.set_credentials(POOL, AdminCredentials("another", ""))
+    assert unheard()
+    await rig.fleet.close()
+
+
 async def test_counters_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     word = FeedSession(session="uid-s", phase=FeedPhase.ACTIVE, fence=1, attached=True)

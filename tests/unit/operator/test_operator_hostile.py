@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duplex_operator import sweep
-from duplex_operator.apply import ConflictError
 from duplex_operator.claims import Claims
 from duplex_operator.context import Context
+from duplex_operator.decide.actions import RETRY_S
 from duplex_operator.decide.placement import Waiting
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
-from duplex_operator.json_text import MOST_DEPTH, decoded, shallow
+from duplex_operator.kube.errors import ConflictError
+from duplex_operator.kube.json_text import MOST_DEPTH, decoded, shallow
 from duplex_operator.names import (
     ANNOTATION_ATTEMPT,
     ANNOTATION_MARK,
@@ -30,7 +31,7 @@ from duplex_operator.names import (
 from duplex_operator.objects import Kind, ObjectKey, RawObject, read_meta, read_session
 from duplex_operator.occupancy import Occupancy
 from duplex_operator.placements import PlacementBoard
-from duplex_operator.reconcile_session import RETRY_S, SessionReconciler
+from duplex_operator.reconcile_session import SessionReconciler
 from duplex_operator.routes import Routes
 from duplex_operator.settings import OperatorSettings
 from duplex_operator.store import Store

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from duplex_operator.apply import ConflictError, MissingError, Resource, UnavailableError
+from duplex_operator.kube.errors import ConflictError, MissingError, UnavailableError
+from duplex_operator.kube.resources import LEASES, Resource
 from duplex_operator.leader import Leader, LeaseRecord, Sighting, may_take
 from duplex_operator.objects import ObjectKey
 
@@ -33,20 +34,20 @@ class Leases:
             raise MissingError(404, "NotFound", "no lease")
         return self.raw
 
-    async def create_lease(self, _: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def create(self, _: Resource, __: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self._check()
         if self.raw is not None:
             raise ConflictError(409, "AlreadyExists", "there is one")
         return self._store(dict(body["spec"]))
 
-    async def patch_lease(
-        self, _: ObjectKey, spec: Mapping[str, Any], version: str
+    async def patch(
+        self, _: Resource, __: ObjectKey, body: Mapping[str, Any], *, version: str
     ) -> Mapping[str, Any]:
         self._check()
         assert self.raw is not None
         if version != str(self.version):
             raise ConflictError(409, "Conflict", "changed")
-        return self._store({**self.raw["spec"], **spec})
+        return self._store({**self.raw["spec"], **body["spec"]})
 
     def _store(self, spec: dict[str, Any]) -> Mapping[str, Any]:
         self.version += 1
@@ -100,8 +101,10 @@ async def test_nobody_is_in_touch_before_the_api_server_has_answered() -> None:
     await asked.wait()
     assert not standby.in_touch
     leases.away = False
-    await leases.create_lease(
-        "", {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 15, "renewTime": "t"}}
+    await leases.create(
+        LEASES,
+        "",
+        {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 15, "renewTime": "t"}},
     )
     asked.clear()
     await asked.wait()
@@ -142,7 +145,9 @@ async def test_a_lease_is_given_back_though_the_last_renewal_was_not_heard_of() 
     async def reign() -> None:
         assert leases.raw is not None
         assert leases.raw["spec"]["holderIdentity"] == "first"
-        await leases.patch_lease(LEASE, {"renewTime": "later"}, str(leases.version))
+        await leases.patch(
+            LEASES, LEASE, {"spec": {"renewTime": "later"}}, version=str(leases.version)
+        )
 
     await leader(leases, clock, "first").run(reign)
     assert leases.raw is not None
@@ -153,7 +158,9 @@ async def test_a_lease_that_somebody_else_has_taken_is_not_given_back() -> None:
     leases, clock = Leases(), Clock()
 
     async def reign() -> None:
-        await leases.patch_lease(LEASE, {"holderIdentity": "second"}, str(leases.version))
+        await leases.patch(
+            LEASES, LEASE, {"spec": {"holderIdentity": "second"}}, version=str(leases.version)
+        )
 
     await leader(leases, clock, "first").run(reign)
     assert leases.raw is not None
@@ -162,8 +169,10 @@ async def test_a_lease_that_somebody_else_has_taken_is_not_given_back() -> None:
 
 async def test_the_second_takes_over_from_a_dead_one_within_20_s() -> None:
     leases, clock = Leases(), Clock()
-    await leases.create_lease(
-        "", {"spec": {"holderIdentity": "dead", "leaseDurationSeconds": 15, "renewTime": "t"}}
+    await leases.create(
+        LEASES,
+        "",
+        {"spec": {"holderIdentity": "dead", "leaseDurationSeconds": 15, "renewTime": "t"}},
     )
     reigned: list[str] = []
     stop = asyncio.Event()

@@ -5,7 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from duplex_operator.apply import ConflictError, KubernetesApi, Resource
+from duplex_operator.kube.api import KubernetesApi
+from duplex_operator.kube.errors import ConflictError
+from duplex_operator.kube.resources import Resource
 from duplex_operator.names import ANNOTATION_IDLE_SINCE, LABEL_OCCUPIED, LABEL_POOL
 from duplex_operator.objects import ObjectKey, RawObject, read_pod
 from duplex_operator.occupancy import Occupancy

@@ -14,10 +14,10 @@ from duplex_api.manifest import load_manifest
 from duplex_api.routes import RouteRecord, call_key, route_key, route_uid
 from duplex_api.session import SessionPhase
 from duplex_api.window import DEFAULT_WINDOW
-from duplex_operator.apply import Throttle
 from duplex_operator.decide.acceptance import Accepted, RefusalReason, Refused, judge
 from duplex_operator.decide.status import camel_reason, status_patch
 from duplex_operator.health import metric_lines
+from duplex_operator.kube.connection import Throttle
 from duplex_operator.ledger_server import read_address
 from duplex_operator.main import end_all_timeout_s
 from duplex_operator.manifests import manifest_text

@@ -11,8 +11,10 @@ import pytest
 
 from duplex_api.routes import RouteRecord
 from duplex_api.session import SessionPhase
-from duplex_operator.apply import SECRETS, SESSIONS, Listing, RefusedError, Resource
 from duplex_operator.context import Context
+from duplex_operator.kube.api import Listing
+from duplex_operator.kube.errors import RefusedError
+from duplex_operator.kube.resources import SECRETS, SESSIONS, Resource
 from duplex_operator.objects import ObjectKey, read_session
 from duplex_operator.settings import OperatorSettings
 from duplex_operator.sidecar_client import SidecarRefusalError
@@ -33,6 +35,8 @@ class Outside:
     routes: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     erased: list[str] = field(default_factory=list)
+    meanwhile: Callable[[], None] = lambda: None
+    """Done while a list is on its way."""
     refusal: tuple[int, str] = (500, "ledger_corrupt")
     asked: list[float] = field(default_factory=list)
     """When it was asked for what it refuses."""
@@ -57,6 +61,7 @@ class Outside:
 
     async def list(self, resource: Resource, _: str, **__: Any) -> Listing[Any]:
         assert resource in (SESSIONS, SECRETS)
+        self.meanwhile()
         return Listing((), "1")
 
     async def get(self, _: Resource, key: ObjectKey) -> Mapping[str, Any]:
@@ -81,6 +86,33 @@ async def test_one_erasure_that_is_refused_stops_none_behind_it() -> None:
     assert await sweep_once(outside.context(Store())) == 2
     assert outside.erased == ["second", "third"]
     assert outside.routes == ["first"], "it is tried again"
+
+
+async def test_a_token_that_is_made_while_the_list_comes_has_not_changed() -> None:
+    store, forgotten = Store(), list[str]()
+
+    def place() -> None:
+        found = read_session(
+            {
+                "metadata": {
+                    "name": "talk",
+                    "namespace": "default",
+                    "uid": "talk",
+                    "resourceVersion": "1",
+                },
+                "spec": {"poolRef": {"name": "x"}},
+                "status": {"tokenSecret": {"name": "talk-token", "key": "token"}},
+            }
+        )
+        assert found is not None
+        store.sessions.put(found)
+
+    sessions = SimpleNamespace(token_hash=lambda _uid: "known", forget_token=forgotten.append)
+    context = Outside(meanwhile=place).context(store)
+    await check_tokens(context, cast("Any", sessions))
+    assert forgotten == []
+    await check_tokens(context, cast("Any", sessions))
+    assert forgotten == ["talk"], "it is gone"
 
 
 @pytest.mark.parametrize(("code", "times"), [("ledger_corrupt", 10), ("ledger_unavailable", 300)])

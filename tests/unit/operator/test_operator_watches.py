@@ -9,16 +9,9 @@ import pytest
 
 from duplex_operator import api_watch
 from duplex_operator.api_watch import ApiWatch, Watched
-from duplex_operator.apply import (
-    PODS,
-    SESSIONS,
-    ApiError,
-    KubernetesApi,
-    MissingError,
-    Resource,
-    UnavailableError,
-    WatchEvent,
-)
+from duplex_operator.kube.api import KubernetesApi, WatchEvent
+from duplex_operator.kube.errors import ApiError, MissingError, UnavailableError
+from duplex_operator.kube.resources import PODS, SESSIONS, Resource
 from duplex_operator.objects import Kind, RawObject
 
 pytestmark = pytest.mark.unit

@@ -53,6 +53,9 @@ def test_a_pool_is_left_alone_until_somebody_has_looked_whose_it_is() -> None:
     assert not claims.serves(POOL)
     claims.forget(POOL)
     assert claims.note(POOL, serves=True)
+    gone = Claims(Store(), everywhere)
+    gone.note(POOL, serves=False)
+    assert gone.serves(POOL), "it was another's, and is there no more"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class FakeKeeper:
 
 def passing(durable: FakeDurable) -> tuple[PassingOn, FakeKeeper]:
     keeper = FakeKeeper()
-    made: Any = PassingOn(durable, keeper)  # type: ignore[arg-type]
+    made: Any = PassingOn(durable, keeper, lambda: 0.0, lambda: None)  # type: ignore[arg-type]
     return made, keeper
 
 

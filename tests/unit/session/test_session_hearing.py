@@ -53,7 +53,7 @@ class Recorded:
 
 
 async def whole_way() -> list[EncoderRows]:
-    driver = EncoderDriver(FakeEncoder(), "s", Recorded())
+    driver = EncoderDriver(FakeEncoder(), "s", Recorded(), asyncio.Lock())
     return [await driver.feed(append) for append in appends()]
 
 
@@ -65,7 +65,7 @@ async def test_a_loss_after_each_second_changes_no_row() -> None:
     assert sum(rows.encoder_reset for rows in calm) == (SECONDS - 1) // CHUNKS_PER_CACHE
     for lost_after in range(SECONDS):
         encoder, recorded = FakeEncoder(), Recorded()
-        driver = EncoderDriver(encoder, "s", recorded)
+        driver = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
         for append in appends():
             rows = await driver.feed(append)
             assert rows == calm[append.seq - 1]
@@ -84,7 +84,7 @@ async def test_a_successor_restores_at_once_and_goes_on() -> None:
         encoder, recorded = FakeEncoder(), Recorded()
         for append, rows in zip(appends()[:through], calm, strict=False):
             recorded.hear(append, rows)
-        driver = EncoderDriver(encoder, "s", recorded)
+        driver = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
         mark_samples = calm[through - 1].reset_mark_samples if through else 0
         await driver.follow(through, mark_samples)
         await driver.follow(through, mark_samples)
@@ -98,7 +98,7 @@ async def test_a_restore_that_fails_is_done_again_by_the_next_feed() -> None:
     encoder, recorded = FakeEncoder(), Recorded()
     for append, rows in zip(appends()[:9], calm, strict=False):
         recorded.hear(append, rows)
-    driver = EncoderDriver(encoder, "s", recorded)
+    driver = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
     encoder.fail(9, StageFault.TIMEOUT, after=True)
     with pytest.raises(StageError):
         await driver.follow(9, calm[8].reset_mark_samples)
@@ -108,7 +108,7 @@ async def test_a_restore_that_fails_is_done_again_by_the_next_feed() -> None:
 async def test_what_cannot_be_decoded_changes_nothing() -> None:
     calm = await whole_way()
     encoder = FakeEncoder()
-    driver = EncoderDriver(encoder, "s", Recorded())
+    driver = EncoderDriver(encoder, "s", Recorded(), asyncio.Lock())
     for append in appends():
         if append.seq in (1, 5):
             encoder.fail(append.seq, StageFault.UNDECODABLE)
@@ -119,7 +119,7 @@ async def test_what_cannot_be_decoded_changes_nothing() -> None:
 
 async def test_three_losses_of_one_second_are_too_many() -> None:
     encoder = FakeEncoder()
-    driver = EncoderDriver(encoder, "s", Recorded())
+    driver = EncoderDriver(encoder, "s", Recorded(), asyncio.Lock())
     encoder.fail(1, StageFault.GONE, times=3)
     with pytest.raises(StageError) as error:
         await driver.feed(appends(1)[0])
@@ -131,7 +131,7 @@ async def test_a_driver_that_follows_unit_by_unit_hears_nothing_twice() -> None:
     comes of it is adopted by the one who takes the session up."""
     encoder, recorded, calm = FakeEncoder(), Recorded(), await whole_way()
     recorded.pcm = {append.seq: append.pcm_s16le for append in appends()}
-    behind = EncoderDriver(encoder, "s", recorded)
+    behind = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
     for through in (1, 2, 5, 12):
         await behind.follow(through, calm[through - 1].reset_mark_samples)
     assert recorded.asked == [(1, 1), (2, 2), (3, 5), (6, 12)]
@@ -139,7 +139,7 @@ async def test_a_driver_that_follows_unit_by_unit_hears_nothing_twice() -> None:
     with pytest.raises(StageError):
         await behind.follow(14, calm[13].reset_mark_samples)
     await behind.follow(15, calm[14].reset_mark_samples)
-    ahead = EncoderDriver(encoder, "s", recorded)
+    ahead = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
     ahead.adopt(behind)
     asked = len(recorded.asked)
     await ahead.follow(15, calm[14].reset_mark_samples)
@@ -151,7 +151,7 @@ async def test_a_driver_that_follows_unit_by_unit_hears_nothing_twice() -> None:
 async def test_a_driver_that_is_too_far_behind_begins_anew() -> None:
     recorded, calm = Recorded(), await whole_way()
     recorded.pcm = {append.seq: append.pcm_s16le for append in appends()}
-    driver = EncoderDriver(FakeEncoder(), "s", recorded)
+    driver = EncoderDriver(FakeEncoder(), "s", recorded, asyncio.Lock())
     await driver.follow(2, calm[1].reset_mark_samples)
     recorded.pcm[3] = b""  # trimmed
     await driver.follow(16, calm[15].reset_mark_samples)
@@ -161,7 +161,7 @@ async def test_a_driver_that_is_too_far_behind_begins_anew() -> None:
 
 async def test_close_lets_go_whatever_was_restored() -> None:
     encoder, recorded = FakeEncoder(), Recorded()
-    driver = EncoderDriver(encoder, "s", recorded)
+    driver = EncoderDriver(encoder, "s", recorded, asyncio.Lock())
     await driver.close()
     assert encoder.calls == 0
     recorded.pcm[1] = b"odd"
@@ -174,7 +174,7 @@ async def test_close_lets_go_whatever_was_restored() -> None:
 
 async def test_close_asks_nothing_of_a_process_that_holds_nothing() -> None:
     encoder = FakeEncoder()
-    driver = EncoderDriver(encoder, "s", Recorded())
+    driver = EncoderDriver(encoder, "s", Recorded(), asyncio.Lock())
     await driver.feed(appends(1)[0])
     encoder.kill()
     await encoder.health()
@@ -186,7 +186,7 @@ async def test_close_asks_nothing_of_a_process_that_holds_nothing() -> None:
 
 async def test_a_restart_is_waited_for() -> None:
     encoder = FakeEncoder()
-    driver = EncoderDriver(encoder, "s", Recorded())
+    driver = EncoderDriver(encoder, "s", Recorded(), asyncio.Lock())
     encoder.kill(health_calls=3)
     async with asyncio.timeout(60):
         rows = await driver.feed(appends(1)[0])

@@ -3,7 +3,7 @@
 -- session. A fence that was issued to this very replica is its own still: a second call under it
 -- (the first one's caller gave up) gets the same fence with the new nonce.
 -- KEYS meta
--- ARGV nonce replica lease_ms fence ("" = recorded + 1) address
+-- ARGV nonce replica lease_ms fence ("" = recorded + 1) address asked (on that replica's clock)
 local meta = read_meta()
 local refusal = refuse_without_session(meta)
 if refusal then
@@ -15,13 +15,16 @@ end
 if meta.nonce == ARGV[1] then
   return { 'ok', meta.fence, meta.era, redis.call('HGET', KEYS[1], 'woken') or '0' }
 end
+-- A call that comes behind a later one of its replica is nobody's any more.
+local asker, asked = string.match(redis.call('HGET', KEYS[1], 'asked') or '', '^(.*) (%d+)$')
+if asker == ARGV[2] and tonumber(ARGV[6]) < tonumber(asked) then
+  return { 'stale', meta.fence }
+end
 local now, era, fence = now_ms(), server_era(), tonumber(meta.fence)
 local lease_ms = tonumber(ARGV[3])
 local left = tonumber(meta['until']) - now
 local again = meta.nonce ~= '' and meta.replica == ARGV[2] and meta.fence == ARGV[4]
   and meta.era == era
--- A first call that comes behind the second one is nobody's any more.
-again = again and redis.call('HGET', KEYS[1], 'replaced') ~= ARGV[1]
 if ARGV[4] ~= '' and tonumber(ARGV[4]) <= fence and not again then
   return { 'stale', meta.fence }
 end
@@ -49,11 +52,8 @@ if meta.era ~= era and meta.era ~= '' then  -- an imported session has had no ow
 end
 -- A number that an operator issued is larger than any that a lost owner can have had.
 fence = ARGV[4] == '' and fence + step or tonumber(ARGV[4])
-if again then
-  redis.call('HSET', KEYS[1], 'replaced', meta.nonce)
-end
 local woken = meta.phase == 'parked' and '1' or '0'
 redis.call('HSET', KEYS[1], 'phase', 'open', 'reason', '', 'fence', text(fence), 'nonce', ARGV[1],
   'replica', ARGV[2], 'address', ARGV[5], 'woken', woken, 'until', text(now + tonumber(ARGV[3])),
-  'era', era)
+  'era', era, 'asked', ARGV[2] .. ' ' .. ARGV[6])
 return { 'ok', text(fence), era, woken }

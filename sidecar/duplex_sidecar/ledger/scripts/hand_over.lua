@@ -16,7 +16,8 @@ end
 if meta.phase ~= 'open' or meta.head ~= ARGV[3] or meta.open ~= '' then
   return head_seen(meta)
 end
-local fields = { 'next_fence', 'next_nonce', 'next_replica', 'next_address', 'next_until' }
+local fields = { 'next_fence', 'next_nonce', 'next_replica', 'next_address', 'next_until',
+  'next_asked' }
 local offer = redis.call('HMGET', KEYS[1], unpack(fields))
 local now = now_ms()
 if offer[1] ~= ARGV[4] or offer[3] ~= ARGV[5] or tonumber(offer[5]) <= now then
@@ -27,6 +28,7 @@ if tonumber(ARGV[4]) <= tonumber(meta.fence) then
 end
 -- The era stays that of the acquisition, as with a renewal.
 redis.call('HSET', KEYS[1], 'fence', offer[1], 'nonce', offer[2], 'replica', offer[3],
-  'address', offer[4], 'until', text(now + tonumber(ARGV[6])), 'woken', '1', 'released', ARGV[2])
+  'address', offer[4], 'until', text(now + tonumber(ARGV[6])), 'woken', '1', 'released', ARGV[2],
+  'asked', offer[3] .. ' ' .. (offer[6] or '0'))
 redis.call('HDEL', KEYS[1], unpack(fields))
 return { 'ok' }

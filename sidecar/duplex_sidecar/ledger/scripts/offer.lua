@@ -4,7 +4,7 @@
 -- prolongs it, lifetime 0 takes it back. A larger fence replaces a smaller one; one that was issued to
 -- this very replica is its own still, and its newer nonce counts (the older one's caller gave up).
 -- KEYS meta
--- ARGV fence nonce replica address lifetime_ms
+-- ARGV fence nonce replica address lifetime_ms asked (on that replica's clock)
 local meta = read_meta()
 local refusal = refuse_without_session(meta)
 if refusal then
@@ -16,10 +16,12 @@ end
 if tonumber(ARGV[1]) <= tonumber(meta.fence) then
   return { 'stale', meta.fence }
 end
-local offered = redis.call('HMGET', KEYS[1], 'next_fence', 'next_replica', 'next_nonce')
+local offered = redis.call('HMGET', KEYS[1], 'next_fence', 'next_replica', 'next_nonce',
+  'next_asked')
 local recorded = tonumber(offered[1] or '0')
 local other = recorded == tonumber(ARGV[1]) and offered[2] ~= ARGV[3]
-if recorded > tonumber(ARGV[1]) or other then
+local late = recorded == tonumber(ARGV[1]) and tonumber(ARGV[6]) < (tonumber(offered[4] or '') or 0)
+if recorded > tonumber(ARGV[1]) or other or late then
   return { 'stale', offered[1] }
 end
 if meta.phase ~= 'open' or meta.nonce == '' or meta.replica == ARGV[3] then
@@ -29,5 +31,6 @@ if ARGV[5] == '0' and offered[3] ~= ARGV[2] then
   return { 'ok' }
 end
 redis.call('HSET', KEYS[1], 'next_fence', ARGV[1], 'next_nonce', ARGV[2], 'next_replica', ARGV[3],
-  'next_address', ARGV[4], 'next_until', text(now_ms() + tonumber(ARGV[5])))
+  'next_address', ARGV[4], 'next_until', text(now_ms() + tonumber(ARGV[5])),
+  'next_asked', ARGV[6])
 return { 'ok' }
