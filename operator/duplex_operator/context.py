@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from duplex_operator.claims import Claims
 from duplex_operator.fleet import Fleet
 from duplex_operator.kube.api import KubernetesApi
 from duplex_operator.occupancy import Occupancy
@@ -21,7 +22,8 @@ def wall_clock_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """fleet: what the pods' sidecars say, and the calls to them. board: who waits for a slot."""
+    """fleet: what the pods' sidecars say, and the calls to them. board: who waits for a slot.
+    claims: which pools are another release's."""
 
     settings: OperatorSettings
     store: Store
@@ -31,5 +33,6 @@ class Context:
     board: PlacementBoard
     routes: Routes
     occupancy: Occupancy
+    claims: Claims
     now_ms: Callable[[], int] = wall_clock_ms
     monotonic_s: Callable[[], float] = time.monotonic

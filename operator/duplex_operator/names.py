@@ -18,6 +18,8 @@ ANNOTATION_ATTEMPT = f"{API_GROUP}/attempt"
 ANNOTATION_MARK = f"{API_GROUP}/mark"
 ANNOTATION_MARKED_AT = f"{API_GROUP}/marked-at"
 ANNOTATION_IDLE_SINCE = f"{API_GROUP}/idle-since"
+ANNOTATION_SERVED_BY = f"{API_GROUP}/served-by"
+"""On a pool's admin Secret: the release that serves the pool."""
 
 PRODUCT = "duplex"
 COMPONENT_SIDECAR = "sidecar"

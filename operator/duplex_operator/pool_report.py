@@ -29,6 +29,7 @@ _WARNINGS = frozenset(
         "PodRefused",
         "SecretRefused",
         "SecretTaken",
+        "ServedByOther",
         "TemplateRefused",
     )
 )

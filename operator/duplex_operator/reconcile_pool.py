@@ -5,6 +5,7 @@ deletion, the status last. The label that the budget selects by is set before a 
 by whoever opens it (`occupancy`); here it is taken off, and set for what was found running.
 """
 
+import logging
 from dataclasses import replace
 
 from duplex_api.resolve_pool import resolve_pool
@@ -15,15 +16,21 @@ from duplex_operator.decide.pool_status import Trouble
 from duplex_operator.decide.scaling import Demand, wanted_pods
 from duplex_operator.kube.errors import ConflictError, RefusedError
 from duplex_operator.kube.resources import PDBS
-from duplex_operator.objects import ObjectKey, PoolObject
+from duplex_operator.objects import Kind, ObjectKey, PoolObject
 from duplex_operator.pool_actions import REFUSED_RETRY_S, PodActions
-from duplex_operator.pool_credentials import PoolCredentials, SecretTakenError
+from duplex_operator.pool_credentials import (
+    PoolCredentials,
+    SecretTakenError,
+    ServedByOtherError,
+)
 from duplex_operator.pool_look import PoolLook, PoolMemory
 from duplex_operator.pool_report import PoolReport
 from duplex_operator.pool_view import own_pods, queued_for, sessions_of, view_pods
 from duplex_operator.resources.budgets import budget_name, occupied_budget
 from duplex_operator.resources.pod_template import TemplateError
 from duplex_operator.resources.pods import PodBlueprint, PoolIdentity, drain_bound_s, pod_blueprint
+
+log = logging.getLogger(__name__)
 
 PACE_S = 0.25
 """Between two looks at one pool."""
@@ -35,6 +42,7 @@ class PoolReconciler:
     def __init__(self, context: Context, *, pace_s: float = PACE_S) -> None:
         self._context = context
         self._pace_s = pace_s
+        context.claims.awaited = True
         self._credentials = PoolCredentials(context)
         self._report = PoolReport(context)
         self._actions = PodActions(context, self._report)
@@ -47,12 +55,14 @@ class PoolReconciler:
             # Pods, Secret and budget are its own: they go with it.
             self._memories.pop(key, None)
             self._credentials.forget(key)
+            self._context.claims.forget(key)
             return None
         rest_s = self._rest_s(key)
         if rest_s > 0:
             return rest_s
         look = self._begin(pool)
-        await self._keep_credentials(look)
+        if not await self._keep_credentials(look):
+            return look.again_s
         await self._keep_budget(look)
         blueprint = self._blueprint(look)
         views = self._views(look)
@@ -132,20 +142,43 @@ class PoolReconciler:
 
     # Keep what the pods need
 
-    async def _keep_credentials(self, look: PoolLook) -> None:
+    async def _keep_credentials(self, look: PoolLook) -> bool:
+        """False: another release serves the pool."""
         try:
             changes = await self._credentials.keep(look.pool)
+        except ServedByOtherError as error:
+            await self._leave_alone(look, error)
+            return False
         except (SecretTakenError, RefusedError) as error:
             taken = isinstance(error, SecretTakenError)
             look.trouble = Trouble("SecretTaken" if taken else "SecretRefused", str(error))
             look.held = True
             look.again(REFUSED_RETRY_S)
-            return
+            self._claim(look, serves=True)
+            return True
+        self._claim(look, serves=True)
         for change in changes:
             await self._report.tell(
                 look, change, "the pool's admin Secret was written", "KeepSecret"
             )
         look.again(self._credentials.look_again_s(look.pool.meta.key))
+        return True
+
+    async def _leave_alone(self, look: PoolLook, error: ServedByOtherError) -> None:
+        """Not even its status is written: the other one says there how the pool is."""
+        self._claim(look, serves=False)
+        trouble = Trouble("ServedByOther", str(error))
+        if look.memory.told != trouble:
+            log.warning("pool %s: %s", look.pool.meta.key, error)
+            await self._report.tell(look, trouble.reason, trouble.message, "KeepSecret")
+        look.memory.told = trouble
+        look.again(self._credentials.look_again_s(look.pool.meta.key))
+
+    def _claim(self, look: PoolLook, *, serves: bool) -> None:
+        key = look.pool.meta.key
+        if self._context.claims.note(key, serves=serves):
+            for session in self._context.store.sessions_of(key):
+                self._context.dirty.mark(Kind.SESSION, session.meta.key)
 
     async def _keep_budget(self, look: PoolLook) -> None:
         """Once for each pool object and process; a budget that is there is made the same again."""

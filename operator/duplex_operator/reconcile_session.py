@@ -8,6 +8,7 @@ nothing that the next one does not find. The steps outward are in `session_write
 from collections.abc import Callable
 from dataclasses import replace
 
+from duplex_operator.claims import LET_GO_AFTER_S
 from duplex_operator.context import Context
 from duplex_operator.decide.acceptance import RefusalReason, Refused
 from duplex_operator.decide.actions import (
@@ -71,6 +72,9 @@ class SessionReconciler:
             session = self._context.store.sessions.get(key)
             if session is None:
                 return None
+            if not self._context.claims.takes_care_of(session, self._context.now_ms()):
+                self._context.board.leave(session.meta.uid)
+                return LET_GO_AFTER_S if session.meta.deleting else None
             known = self._known.setdefault(session.meta.uid, Known())
             facts = await self._observer.facts(session, known)
             action = decide(facts)

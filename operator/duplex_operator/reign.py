@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 
 from duplex_operator.api_watch import ApiWatch, Watched
+from duplex_operator.claims import Claims
 from duplex_operator.context import Context
 from duplex_operator.fleet import Fleet
 from duplex_operator.intake import Intake
@@ -47,6 +48,7 @@ class Reign:
             board=board,
             routes=Routes(settings.redis_url),
             occupancy=Occupancy(store, api),
+            claims=Claims(store, settings.watches),
         )
         self.placer = Placer(store, fleet, board, dirty)
         self.sessions = SessionReconciler(self.context, self.placer.poke)

@@ -69,6 +69,11 @@ class OperatorSettings:
             health_port=int(health_port),
         )
 
+    @property
+    def release(self) -> str:
+        """The same for all its operators, one after the other: they share this Lease."""
+        return f"{self.namespace}/{self.lease_name}"
+
     def watches(self, namespace: str) -> bool:
         return not self.watch_namespaces or namespace in self.watch_namespaces
 

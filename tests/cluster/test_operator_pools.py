@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from support.kube import KubeError, until
 from support.pool_rig import PoolRig, decoded, pool_rig
 
 from duplex_operator.decide.pods import Mark
-from duplex_operator.names import LABEL_OCCUPIED
+from duplex_operator.names import ANNOTATION_SERVED_BY, LABEL_OCCUPIED
 from duplex_operator.objects import PodObject, timestamp
 from duplex_operator.resources.budgets import MORE_THAN_ANY_POOL
 from duplex_operator.resources.pool_secrets import TOKEN_LIFE_MS
@@ -419,6 +420,51 @@ async def test_a_secret_of_somebody_else_is_not_touched(rig: PoolRig) -> None:
     assert decoded(raw["data"], "token") == "mine"
     assert list(raw["data"]) == ["token"]
     assert (await rig.conditions())["Degraded"] == ("True", "SecretTaken")
+
+
+async def test_a_pool_of_another_release_is_left_alone_until_its_mark_is_removed(
+    rig: PoolRig,
+) -> None:
+    await rig.apply_pool(replicas=1)
+    await rig.look()
+
+    async def written() -> tuple[Any, ...]:
+        secret = await asyncio.to_thread(rig.server.get, "secret", "demo-admin", rig.namespace)
+        pool = await asyncio.to_thread(rig.server.get, "dxp", "demo", rig.namespace)
+        versions = [found["metadata"]["resourceVersion"] for found in (secret, pool)]
+        return decoded(secret["data"], "redis-url"), secret["data"]["token"], versions
+
+    def serves() -> bool:
+        return rig.context.claims.serves(rig.key)
+
+    before, pods = await written(), rig.names()
+    assert serves()
+    rig.start_operator("other", "redis://other:6379/0")
+    for _ in range(3):
+        await rig.look()
+        rig.late_ms += 31_000
+    assert not serves()
+    assert (await written(), rig.names()) == (before, pods)
+    fleet = rig.context.fleet
+    assert [feed.pod for feed in fleet.pods() if fleet.client(feed.pod_uid) is not None] == []
+    assert (await rig.event_reasons()).count("ServedByOther") == 1
+    # The first one goes on, also after a restart.
+    rig.start_operator()
+    await rig.look()
+    assert serves()
+    assert await written() == before
+    # Somebody who knows that it is gone hands its pool over.
+    await rig.kubectl("annotate", "secret", "demo-admin", f"{ANNOTATION_SERVED_BY}-")
+    rig.start_operator("other", "redis://other:6379/0")
+    await rig.look()
+    assert serves()
+    after = await written()
+    assert (after[0], after[1]) == ("redis://other:6379/0", before[1])
+    assert "PoolAdopted" in await rig.event_reasons()
+    rig.start_operator()
+    await rig.look()
+    assert not serves()
+    assert (await written())[0] == after[0]
 
 
 async def test_the_token_rotates_with_overlap(rig: PoolRig) -> None:

@@ -27,7 +27,7 @@ from duplex_operator.kube.api import KubernetesApi
 from duplex_operator.kube.connection import ApiConnection
 from duplex_operator.kube.resources import POOLS, SECRETS, SESSIONS
 from duplex_operator.names import ADMIN_PORT
-from duplex_operator.objects import ObjectKey
+from duplex_operator.objects import Kind, ObjectKey
 from duplex_operator.sweep import check_tokens, sweep_once
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
@@ -529,6 +529,30 @@ async def test_a_session_of_a_namespace_that_is_not_allowed_waits(place: Place) 
         status = await place.phase("talk", "Pending")
         assert condition(status, "Accepted") == ("False", "PoolNotFound")
         await place.make_pool()
+        await place.phase("talk", "Ready")
+
+
+async def test_a_session_of_another_releases_pool_is_left_alone(place: Place) -> None:
+    await place.make_pool()
+    pod = await place.make_pod("pod-a")
+    async with operating(place) as running:
+        context = running.reign.context
+        await running.hears(pod)
+        context.claims.note(place.pool_key, serves=False)
+        await place.make_session("talk")
+
+        async def seen() -> bool:
+            found = context.store.sessions.get(ObjectKey(place.namespace, "talk"))
+            return found is not None and not len(context.dirty)
+
+        await until(seen, "the session, in the operator's own view")
+        await context.dirty.drained()
+        untouched = await place.session("talk")
+        assert untouched is not None
+        assert "status" not in untouched
+        assert "finalizers" not in untouched["metadata"]
+        context.claims.note(place.pool_key, serves=True)
+        context.dirty.mark(Kind.SESSION, ObjectKey(place.namespace, "talk"))
         await place.phase("talk", "Ready")
 
 

@@ -17,6 +17,7 @@ from fakes.fake_admin import FakeAdmin
 from support.api_servers import ApiServer
 
 from duplex_api.constants import API_VERSION, POOL_KIND, SESSION_KIND
+from duplex_operator.claims import Claims
 from duplex_operator.context import Context, wall_clock_ms
 from duplex_operator.fleet import Fleet
 from duplex_operator.kube.api import KubernetesApi
@@ -79,13 +80,13 @@ class PoolRig:
     def __post_init__(self) -> None:
         self.start_operator()
 
-    def start_operator(self) -> None:
-        """As after a restart: nothing is remembered."""
+    def start_operator(self, release: str = "duplex", ledger: str = NO_LEDGER) -> None:
+        """As after a restart: nothing is remembered. release: the namespace of one."""
         store = Store()
         dirty = DirtySet()
         board = PlacementBoard()
         fleet = Fleet(store, dirty)
-        settings = OperatorSettings(NO_LEDGER, "duplex", "rig", sidecar_image="duplex/sidecar:1")
+        settings = OperatorSettings(ledger, release, "rig", sidecar_image="duplex/sidecar:1")
         self.context = Context(
             settings=settings,
             store=store,
@@ -95,6 +96,7 @@ class PoolRig:
             board=board,
             routes=Routes(NO_LEDGER),
             occupancy=Occupancy(store, self.api),
+            claims=Claims(store, settings.watches),
             now_ms=lambda: wall_clock_ms() + self.late_ms,
         )
         self.reconciler = PoolReconciler(self.context, pace_s=0.0)

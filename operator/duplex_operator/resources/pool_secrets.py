@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from duplex_api.constants import API_GROUP
 from duplex_operator.names import (
+    ANNOTATION_SERVED_BY,
     CA_KEY,
     COMPONENT_SIDECAR,
     FIELD_MANAGER,
@@ -63,7 +64,8 @@ _CLOCK_SKEW = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class PoolSecret:
-    """What the Secret holds. previous_token empty: none. ca_pem: one or two certificates."""
+    """What the Secret holds. previous_token empty: none. ca_pem: one or two certificates.
+    served_by: the release that serves the pool; empty: nobody has said so."""
 
     token: str
     previous_token: str
@@ -73,6 +75,7 @@ class PoolSecret:
     key_pem: str
     certificate_made_ms: int
     redis_url: str
+    served_by: str = ""
 
     def __repr__(self) -> str:
         return "PoolSecret(...)"
@@ -86,15 +89,17 @@ class SecretChange(StrEnum):
     PREVIOUS_TOKEN_DROPPED = "PreviousAdminTokenDropped"
     CERTIFICATE_RENEWED = "AdminCertificateRenewed"
     LEDGER_MOVED = "LedgerAddressChanged"
+    ADOPTED = "PoolAdopted"
 
 
 def next_secret(
-    found: PoolSecret | None, pool: PoolIdentity, redis_url: str, now_ms: int
+    found: PoolSecret | None, pool: PoolIdentity, redis_url: str, now_ms: int, release: str
 ) -> tuple[PoolSecret, tuple[SecretChange, ...]]:
     """The Secret as it has to be now, and what changed. found None: there is none, or somebody has
-    spoiled it."""
+    spoiled it. release: which serves the pool from now on."""
     if found is None:
-        return _new_secret(pool, redis_url, now_ms), (SecretChange.MADE,)
+        made = replace(_new_secret(pool, redis_url, now_ms), served_by=release)
+        return made, (SecretChange.MADE,)
     secret, changes = found, list[SecretChange]()
     age_ms = now_ms - secret.token_made_ms
     if age_ms >= TOKEN_LIFE_MS:
@@ -116,6 +121,9 @@ def next_secret(
     if secret.redis_url != redis_url:
         secret = replace(secret, redis_url=redis_url)
         changes.append(SecretChange.LEDGER_MOVED)
+    if secret.served_by != release:
+        secret = replace(secret, served_by=release)
+        changes.append(SecretChange.ADOPTED)
     return secret, tuple(changes)
 
 
@@ -162,6 +170,7 @@ def secret_manifest(pool: PoolIdentity, secret: PoolSecret) -> Manifest:
             "annotations": {
                 ANNOTATION_TOKEN_MADE: timestamp(secret.token_made_ms),
                 ANNOTATION_CERTIFICATE_MADE: timestamp(secret.certificate_made_ms),
+                ANNOTATION_SERVED_BY: secret.served_by,
             },
             "ownerReferences": [owner_reference(pool)],
         },
@@ -202,7 +211,14 @@ def read_pool_secret(raw: Mapping[str, Any]) -> PoolSecret | None:
         key_pem=texts[TLS_KEY_KEY],
         certificate_made_ms=certificate_made_ms,
         redis_url=texts.get(REDIS_URL_KEY, ""),
+        served_by=served_by(raw),
     )
+
+
+def served_by(raw: Mapping[str, Any]) -> str:
+    """The release that a pool's Secret names, also one that is spoiled; empty for none."""
+    annotations: Mapping[str, str] = (raw.get("metadata") or {}).get("annotations") or {}
+    return annotations.get(ANNOTATION_SERVED_BY, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duplex_operator import sweep
+from duplex_operator.claims import Claims
 from duplex_operator.context import Context
 from duplex_operator.decide.actions import RETRY_S
 from duplex_operator.decide.placement import Waiting
@@ -229,6 +230,7 @@ def context_of(store: Store, board: PlacementBoard, api: Any = None) -> Context:
         board,
         Routes(SETTINGS.redis_url),
         Occupancy(store, api),
+        Claims(store, SETTINGS.watches),
     )
 
 

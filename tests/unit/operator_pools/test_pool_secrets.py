@@ -21,6 +21,7 @@ from duplex_operator.resources.pool_secrets import (
     next_secret,
     read_pool_secret,
     secret_manifest,
+    served_by,
     token_to_use,
 )
 
@@ -28,12 +29,13 @@ pytestmark = pytest.mark.unit
 
 NOW_MS = 1_795_995_000_000
 URL = "redis://ledger:6379/0"
+RELEASE = "duplex-system/duplex-operator"
 NAME = admin_server_name(IDENTITY.namespace, IDENTITY.name)
 
 
 @pytest.fixture(scope="module")
 def made() -> PoolSecret:
-    secret, changes = next_secret(None, IDENTITY, URL, NOW_MS)
+    secret, changes = next_secret(None, IDENTITY, URL, NOW_MS, RELEASE)
     assert changes == (SecretChange.MADE,)
     return secret
 
@@ -65,38 +67,54 @@ def test_a_secret_without_its_dates_is_none(made: PoolSecret) -> None:
 
 def test_nothing_changes_before_its_time(made: PoolSecret) -> None:
     early = NOW_MS + TOKEN_LIFE_MS - 1
-    assert next_secret(made, IDENTITY, URL, early) == (made, ())
+    assert next_secret(made, IDENTITY, URL, early, RELEASE) == (made, ())
     assert next_change_ms(made) == NOW_MS + TOKEN_LIFE_MS
 
 
 def test_a_token_and_the_one_before_overlap(made: PoolSecret) -> None:
     now_ms = NOW_MS + TOKEN_LIFE_MS
-    rotated, changes = next_secret(made, IDENTITY, URL, now_ms)
+    rotated, changes = next_secret(made, IDENTITY, URL, now_ms, RELEASE)
     assert changes == (SecretChange.TOKEN_ROTATED,)
     assert rotated.previous_token == made.token != rotated.token
     assert token_to_use(rotated, now_ms) == made.token
     assert token_to_use(rotated, now_ms + PREVIOUS_TOKEN_USED_MS) == rotated.token
     kept_until = now_ms + PREVIOUS_TOKEN_KEPT_MS
     assert next_change_ms(rotated) == kept_until
-    assert next_secret(rotated, IDENTITY, URL, kept_until - 1) == (rotated, ())
-    dropped, changes = next_secret(rotated, IDENTITY, URL, kept_until)
+    assert next_secret(rotated, IDENTITY, URL, kept_until - 1, RELEASE) == (rotated, ())
+    dropped, changes = next_secret(rotated, IDENTITY, URL, kept_until, RELEASE)
     assert changes == (SecretChange.PREVIOUS_TOKEN_DROPPED,)
     assert dropped == replace(rotated, previous_token="")
     assert token_to_use(dropped, now_ms) == rotated.token
 
 
+def test_who_serves_the_pool_is_written_on_its_secret(made: PoolSecret) -> None:
+    assert served_by(secret_manifest(IDENTITY, made)) == RELEASE
+    # As an earlier release left it, or as whoever hands the pool over.
+    unmarked = replace(made, served_by="")
+    adopted, changes = next_secret(unmarked, IDENTITY, URL, NOW_MS, RELEASE)
+    assert (adopted, changes) == (made, (SecretChange.ADOPTED,))
+    spoiled = secret_manifest(IDENTITY, made) | {"data": {}}
+    assert read_pool_secret(spoiled) is None
+    assert served_by(spoiled) == RELEASE
+    assert served_by({"metadata": {}}) == ""
+
+
 def test_a_new_ledger_address_is_written(made: PoolSecret) -> None:
-    moved, changes = next_secret(made, IDENTITY, "redis://other", NOW_MS)
+    moved, changes = next_secret(made, IDENTITY, "redis://other", NOW_MS, RELEASE)
     assert changes == (SecretChange.LEDGER_MOVED,)
     assert moved == replace(made, redis_url="redis://other")
 
 
 def test_a_certificate_of_before_is_trusted_until_the_one_after_next(made: PoolSecret) -> None:
-    second, changes = next_secret(made, IDENTITY, URL, NOW_MS + CERTIFICATE_RENEWED_AFTER_MS)
+    second, changes = next_secret(
+        made, IDENTITY, URL, NOW_MS + CERTIFICATE_RENEWED_AFTER_MS, RELEASE
+    )
     assert SecretChange.CERTIFICATE_RENEWED in changes
     assert second.ca_pem.count("BEGIN CERTIFICATE") == 2
     assert second.ca_pem.endswith(made.ca_pem)
-    third, _ = next_secret(second, IDENTITY, URL, NOW_MS + 2 * CERTIFICATE_RENEWED_AFTER_MS)
+    third, _ = next_secret(
+        second, IDENTITY, URL, NOW_MS + 2 * CERTIFICATE_RENEWED_AFTER_MS, RELEASE
+    )
     assert third.ca_pem.count("BEGIN CERTIFICATE") == 2
     assert made.ca_pem not in third.ca_pem
 
@@ -123,7 +141,7 @@ def shake_hands(server: PoolSecret, ca_pem: str, name: str, folder: Path) -> Non
 @pytest.fixture(scope="module")
 def today() -> PoolSecret:
     """Certificates are checked against the real clock."""
-    return next_secret(None, IDENTITY, URL, time.time_ns() // 1_000_000)[0]
+    return next_secret(None, IDENTITY, URL, time.time_ns() // 1_000_000, RELEASE)[0]
 
 
 def test_the_operator_trusts_its_own_pools_by_name(today: PoolSecret, tmp_path: Path) -> None:
