@@ -67,18 +67,28 @@ def store_folder() -> Path:
     return cache_folder() / "images" / "product"
 
 
+def why_not(name: str) -> str | None:
+    """Why it cannot be built here; None if it can."""
+    if platform.system() != "Linux" or os.geteuid() != 0:
+        return "needs Linux and root"
+    wanted_gb = LEAST_FREE_GB[name]
+    free_gb = shutil.disk_usage(_existing(store_folder())).free / 1e9
+    if free_gb < wanted_gb and not _is_there(images()[name].tag):
+        return f"needs {wanted_gb} GB of room in {cache_folder()} while it is built"
+    return None
+
+
 def build(names: Sequence[str]) -> None:
     """Each into the store; what has not changed is not made again. Raises ClusterError."""
-    if platform.system() != "Linux" or os.geteuid() != 0:
-        raise ClusterError("building images needs Linux and root")
     known = images()
+    reasons = [f"{name} {reason}" for name in names if (reason := why_not(name))]
+    if reasons:
+        raise ClusterError("; ".join(reasons))
     with alone("product-images"):
         install_packages()
         base = _base()
         for name in names:
             image, began = known[name], time.monotonic()
-            if not _is_there(image.tag):
-                _look_for_room(name)
             more = [part for each in image.arguments for part in ("--build-arg", each)]
             run_telling(
                 (
@@ -130,21 +140,16 @@ def _base() -> Path:
     return archive
 
 
+def _existing(folder: Path) -> Path:
+    return folder if folder.exists() else _existing(folder.parent)
+
+
 def _is_there(tag: str) -> bool:
-    """Perhaps of an older state: then what is left to build is small, unless packages changed."""
-    return (
-        subprocess.run((*buildah(), "inspect", tag), capture_output=True, check=False).returncode
-        == 0
-    )
-
-
-def _look_for_room(name: str) -> None:
-    free_gb = shutil.disk_usage(cache_folder()).free / 1e9
-    if free_gb < LEAST_FREE_GB[name]:
-        raise ClusterError(
-            f"{name} wants {LEAST_FREE_GB[name]} GB of room below {cache_folder()} while it is "
-            f"built; {free_gb:.0f} GB are free"
-        )
+    """Perhaps of an older state: what is left to build then is small, unless packages changed."""
+    if shutil.which("buildah") is None:
+        return False
+    done = subprocess.run((*buildah(), "inspect", tag), capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def _output(*arguments: str) -> str:

@@ -47,13 +47,17 @@ def test_without_root_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
         images.build(("control",))
 
 
-def test_a_full_disk_is_seen_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    base = images.store_folder() / "base.tar"
-    base.parent.mkdir(parents=True)
-    base.touch()
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess((), 1))
+def test_a_full_disk_is_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(images, "install_packages", lambda: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: _Disk(21_000_000_000))
-    with pytest.raises(ClusterError, match="sidecar-cpu wants"):
-        images.build(("sidecar-cpu",))
+    with pytest.raises(ClusterError, match="sidecar-cpu needs 22 GB"):
+        images.build(("control", "sidecar-cpu"))
+
+
+def test_an_image_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: _Disk(21_000_000_000))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    done = subprocess.CompletedProcess((), 0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: done)
+    assert images.why_not("sidecar-cpu") is None
