@@ -10,7 +10,7 @@ ENGINE ?= cpu
 PYTHON := .venv/bin/python
 
 .PHONY: help env demo test test-long soak check bench generate cluster-up cluster-down \
-  bench-cluster bench-operator test-cluster demo-cluster
+  bench-cluster bench-operator test-cluster demo-cluster images
 
 help: ## what can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,3 +63,6 @@ test-cluster: env ## all of the tier that needs that cluster, or the one of KUBE
 
 demo-cluster: env ## the demo on that cluster: apply, place, talk, drain, talk on, delete
 	@PYTHONPATH=tests $(PYTHON) -m scripts.demo_cluster
+
+images: env ## the images without Docker or a registry (root; IMAGES="control sidecar-cpu sidecar-cuda")
+	@$(PYTHON) -m scripts.images build $(IMAGES)

