@@ -101,7 +101,7 @@ def session_crd() -> Schema:
             _column("Units", ".status.units", type_name="integer"),
             _column("Rebuilds", ".status.rebuilds", type_name="integer", wide=True),
             _column("Queue", ".status.queuePosition", type_name="integer", wide=True),
-            _column("Reason", ".status.reason", wide=True),
+            _column("Reason", ".status.reason"),
             _column("Age", ".metadata.creationTimestamp", type_name="date"),
         ],
     )
@@ -139,6 +139,7 @@ def pool_crd() -> Schema:
             _column("Slots", ".status.slots", type_name="integer"),
             _column("Free", ".status.freeSlots", type_name="integer"),
             _column("Queued", ".status.queued", type_name="integer"),
+            _column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
             _column("Age", ".metadata.creationTimestamp", type_name="date"),
         ],
     )

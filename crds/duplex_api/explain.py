@@ -12,6 +12,10 @@ from pydantic_core import ErrorDetails
 from duplex_api.base import PATTERNS_IN_WORDS
 from duplex_api.problems import Problem
 
+_NO_NUMBER = ("float_type", "int_type", "finite_number")
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_NO_BOUND = 2**31 - 1
+"""What is only as large as its type is bounded by nothing that helps."""
 _SHOWN_CHARACTERS = 40
 """Longer texts are not shown: a prompt does not belong into an error message or a log."""
 
@@ -50,6 +54,8 @@ def _explain(model: type[BaseModel], details: ErrorDetails) -> Problem:
             return Problem(path, _shown(given), words)
         case _:
             allowed = re.sub(r"^(Input|\w+) should (be )?", "", details["msg"])
+            if details["type"] in _NO_NUMBER:
+                allowed = ", ".join((allowed, *_bounds_at(model, details["loc"])))
             return Problem(path, _shown(given), allowed)
 
 
@@ -71,6 +77,28 @@ def _shown(given: Any) -> str:
     if given is None or isinstance(given, bool | int | float):
         return f"is {json.dumps(given)}"
     return "is a list" if isinstance(given, list) else "is an object"
+
+
+def _bounds_at(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterator[str]:
+    """Of the number at `location`, in words."""
+    named: Any = None
+    for part in location:
+        for field in model.model_fields.values():
+            if field.alias == part:
+                named, model = field, _model_in(field.annotation) or model
+    if named is not None:
+        for each in (*_constraints(named.annotation), *named.metadata):
+            for name, words in _BOUNDS.items():
+                bound = getattr(each, name, None)
+                if bound is not None and bound < _NO_BOUND:
+                    yield f"{words} {bound}"
+
+
+def _constraints(annotation: Any) -> Iterator[Any]:
+    """What stands beside the types in `Annotated[...] | None`."""
+    for inner in get_args(annotation):
+        yield from getattr(inner, "metadata", ())
+        yield from _constraints(inner)
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from duplex_sidecar.doors.openai_events import render_event
+from duplex_sidecar.doors.openai_events import passing_event_id, render_event
 from duplex_sidecar.doors.openai_wire import (
     MAX_CONTROL_BYTES,
     MAX_ID_CHARACTERS,
@@ -248,10 +248,14 @@ def resume_message(last_sequence: int) -> str:
 def queued_event(session: str, reason: str, position: int | None, waited_ms: int) -> bytes:
     """No replica runs the session yet. reason: `decide.WaitReason`."""
     facts = {"session": session, "reason": reason, "position": position, "waited_ms": waited_ms}
-    return msgspec.json.encode({"type": "session.queued", "event_id": "event_now", "duplex": facts})
+    return _own_event("session.queued", facts)
 
 
 def moved_event(session: str, fence: int, acknowledged_sample: int) -> bytes:
     """The call goes on with another connection to the session's owner."""
     facts = {"session": session, "fence": fence, "acknowledged_sample": acknowledged_sample}
-    return msgspec.json.encode({"type": "session.moved", "event_id": "event_now", "duplex": facts})
+    return _own_event("session.moved", facts)
+
+
+def _own_event(kind: str, facts: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({"type": kind, "event_id": passing_event_id(), "duplex": facts})

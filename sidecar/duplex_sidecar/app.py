@@ -19,7 +19,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from duplex_api.admin import ADMIN_VERSION, POD_UID
 from duplex_api.ledger_outage import LedgerOutage
-from duplex_sidecar.admin.api import admin_router, install_error_handlers
+from duplex_sidecar.admin.api import NOT_SERVED, admin_router, install_error_handlers
 from duplex_sidecar.admin.feed import Feed
 from duplex_sidecar.admin.guard import AdminGuard, guards_admin, guards_all, guards_status
 from duplex_sidecar.admin.statusz import status_page
@@ -385,7 +385,17 @@ def _serve_public(app: FastAPI, sidecar: Sidecar) -> None:
     async def realtime(websocket: WebSocket) -> None:
         await serve_realtime(websocket, sidecar, sidecar.settings.model_name)
 
-    _ = (livez, readyz, statusz, metrics, realtime)
+    @app.get("/v1/realtime")
+    async def plain() -> JSONResponse:
+        error = {"code": NOT_SERVED, "message": "dial /v1/realtime as a WebSocket"}
+        return JSONResponse({"error": error}, 426, {"upgrade": "websocket"})
+
+    @app.websocket("/{path:path}")
+    async def elsewhere(websocket: WebSocket) -> None:
+        error = {"code": NOT_SERVED, "message": "the door is at /v1/realtime"}
+        await websocket.send_denial_response(JSONResponse({"error": error}, 404))
+
+    _ = (livez, readyz, statusz, metrics, realtime, plain, elsewhere)
 
 
 def sidecar_status(sidecar: Sidecar) -> dict[str, Any]:

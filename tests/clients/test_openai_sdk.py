@@ -135,6 +135,13 @@ async def test_an_event_that_is_not_served_is_a_typed_error(sidecar: LocalSideca
         assert error.error.code == "unsupported_event"
         assert error.error.type == "invalid_request_error"
         assert error.error.event_id == "mine"
+        await connection.input_audio_buffer.commit(event_id="of nothing")
+        empty = await next_event(connection)
+        assert isinstance(empty, RealtimeErrorEvent)
+        assert empty.error.code == "input_audio_buffer_commit_empty"
+        assert empty.error.type == "invalid_request_error"
+        assert empty.error.event_id == "of nothing"
+        assert empty.event_id != error.event_id
         await connection.send_raw(json.dumps({"type": "session.close"}))
         assert (await next_event(connection)).type == "session.closed"
     await client.close()

@@ -435,6 +435,9 @@ async def test_a_token_by_its_hash_alone(here: Pod) -> None:
 async def test_what_is_malformed(here: Pod, method: str, path: str, body: Any) -> None:
     status, error = await here.call(method, path, body)
     assert (status, error["code"]) == (422, "invalid_request")
+    (problem,) = error["problems"]
+    assert problem["path"] in error["message"]
+    assert problem["message"] in error["message"]
 
 
 @pytest.mark.parametrize("name", ["%00", "a" * 65, "a{b}", "%F0%9F%98%80", "a%20b"])
@@ -463,7 +466,10 @@ async def test_a_name_that_the_ledger_does_not_take(here: Pod, name: str) -> Non
 async def test_a_body_that_is_no_json(here: Pod, content: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = await here.client.put("/admin/v1/sessions/x", content=content, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (422, "invalid_request")
+    assert [problem["path"] for problem in error["problems"]] == [""]
+    assert error["message"] == error["problems"][0]["message"] != ""
 
 
 async def test_what_is_not_there_is_refused_by_type(here: Pod) -> None:
@@ -635,6 +641,31 @@ async def test_the_feed_tells_what_happens(here: Pod) -> None:
     said = json.dumps(one.heard + two.heard)
     assert TOKEN not in said
     assert "transcript" not in said
+
+
+async def test_a_unit_that_hangs_is_told_of_while_it_hangs(
+    here: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "duplex_sidecar.session.lateness")
+    await here.put("slow", Terms("context"))
+    caller = Caller("slow")
+    await caller.dial(here.replica)
+    await caller.talk(1)
+    hang = here.replica.stages.thinker.pause(2)
+    async with listening(here) as listener:
+        await caller.say(2)
+        await hang.reached.wait()
+        await listener.until(session="slow", units=1, keepingPace=False)
+        _, view = await here.call("GET", "/sessions/slow")
+        assert (view["units"], view["keepingPace"]) == (1, False)
+        assert view["unitUnderWayMs"] > UNIT_MS
+        assert any(each.levelno == logging.WARNING for each in caplog.records)
+        hang.go.set()
+        await caller.until_unit(2)
+        await caller.talk(3)
+        await listener.until(session="slow", units=3)
+    _, view = await here.call("GET", "/sessions/slow")
+    assert view["unitUnderWayMs"] is None
 
 
 async def test_a_listener_that_comes_later_learns_who_left(here: Pod) -> None:

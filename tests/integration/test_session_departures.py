@@ -126,6 +126,7 @@ async def test_an_order_waits_for_the_end_that_is_under_way(
         with pytest.raises(ClientError) as over:
             await late
         assert over.value.code is ErrorCode.SESSION_ENDED
+        assert over.value.detail == "The session has ended."
 
 
 async def test_what_is_erased_while_it_is_opened_does_not_run(

@@ -311,6 +311,7 @@ async def test_what_does_not_run_here_cannot_park_here(
     with pytest.raises(ClientError) as error:
         await here.registry.departures.park(session)
     assert error.value.code is code
+    assert " " in error.value.detail  # a sentence, not the code again
 
 
 @pytest.mark.parametrize("stage", ["encoder", "thinker", "talker"])

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from support.patience import PATIENCE_S
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from duplex_sidecar import app as sidecar_app
 from duplex_sidecar.app import Sidecar
@@ -101,6 +103,20 @@ async def serving_nothing(app: FastAPI | None = None) -> AsyncGenerator[tuple[st
         server.should_exit = True
         await task
         listener.close()
+
+
+async def test_who_knocks_elsewhere_is_told_where_the_door_is() -> None:
+    app = FastAPI()
+    sidecar_app._serve_public(app, cast("Sidecar", NotReady(loopback=False)))
+    async with serving_nothing(app) as (host, port):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(f"ws://{host}:{port}/v1/real-time", proxy=None)
+        assert refused.value.response.status_code == 404
+        assert b"/v1/realtime" in refused.value.response.body
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            answer = await client.get("/v1/realtime")
+        assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
+        assert "WebSocket" in answer.json()["error"]["message"]
 
 
 async def test_connections_that_ask_for_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

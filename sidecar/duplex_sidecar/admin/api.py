@@ -15,7 +15,8 @@ GET    /admin/v1/feed                     what happens here, as JSON lines
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Self, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -64,6 +65,8 @@ log = logging.getLogger(__name__)
 
 MAX_MANIFEST_CHARACTERS = 256 * 1024
 MAX_GRACE_S = 3600.0
+INVALID_REQUEST = "invalid_request"
+NOT_SERVED = "not_served"
 MAX_HAND_OVER_GRACE_S = 20.0
 """Below the time that an offer holds."""
 MOST_TOLD_FIELDS = 8
@@ -309,7 +312,7 @@ def _take_voice(voices: GivenVoices, named: Voice | None, content: bytes | None)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Typed bodies: {"error": {code, message, param}} or {"error": {code, problems: [...]}}."""
+    """Typed bodies: {"error": {code, message, param}} or {"error": {code, message, problems}}."""
 
     async def client_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ClientError)
@@ -325,26 +328,20 @@ def install_error_handlers(app: FastAPI) -> None:
     async def bad_request(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         # What was sent is not sent back: it may be a token.
-        problems = [
-            _problem(Problem(".".join(str(part) for part in found["loc"][1:]), found["msg"], ""))
-            for found in error.errors()
-        ]
-        return JSONResponse({"error": {"code": "invalid_request", "problems": problems}}, 422)
+        problems = [Problem(_path(found), found["msg"], "") for found in error.errors()]
+        return _told(INVALID_REQUEST, problems)
 
     async def not_served(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:
             # A body that is no JSON in a way of its own: nested without end, not UTF-8.
-            problem = _problem(Problem("", "the body cannot be read as JSON", ""))
-            return JSONResponse({"error": {"code": "invalid_request", "problems": [problem]}}, 422)
-        body = {"error": {"code": "not_served", "message": error.detail}}
+            return _told(INVALID_REQUEST, [Problem("", "the body cannot be read as JSON", "")])
+        body = {"error": {"code": NOT_SERVED, "message": error.detail}}
         return JSONResponse(body, error.status_code, error.headers)
 
     async def bad_manifest(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, _MANIFEST_ERRORS)
-        problems = [_problem(problem) for problem in error.problems]
-        code = getattr(error, "code", "invalid_manifest")
-        return JSONResponse({"error": {"code": code, "problems": problems}}, 422)
+        return _told(getattr(error, "code", "invalid_manifest"), error.problems)
 
     app.add_exception_handler(ClientError, client_error)
     app.add_exception_handler(PlacementRefused, refused)
@@ -354,5 +351,20 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, bad_manifest)
 
 
-def _problem(problem: Problem) -> dict[str, str | None]:
-    return {"path": problem.path, "message": problem.message, "allowed": problem.allowed}
+def _path(found: dict[str, Any]) -> str:
+    """Of one of pydantic's errors, within the body; of a body that is no JSON there is none."""
+    return (
+        "" if found["type"] == "json_invalid" else ".".join(str(part) for part in found["loc"][1:])
+    )
+
+
+def _told(code: str, problems: Sequence[Problem]) -> JSONResponse:
+    """message: the first problem, and how many there are beside it."""
+    message = "".join(str(replace(problem, line=None)) for problem in problems[:1])
+    if len(problems) > 1:
+        message += f"; and {len(problems) - 1} more, see problems"
+    told = [
+        {"path": problem.path, "message": problem.message, "allowed": problem.allowed}
+        for problem in problems
+    ]
+    return JSONResponse({"error": {"code": code, "message": message, "problems": told}}, 422)

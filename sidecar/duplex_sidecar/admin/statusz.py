@@ -51,6 +51,9 @@ def status_page(status: dict[str, Any]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f"<td>{escape('' if cell is None else str(cell))}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{cells}</tr>' if cells else ''}{body}</table>"

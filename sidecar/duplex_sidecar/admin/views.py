@@ -19,6 +19,7 @@ ENDED_CODES = frozenset({"session_ended"})
 def session_view(actor: SessionActor) -> dict[str, Any]:
     """Status of one running session."""
     conversation, speech = actor.conversation, actor.speech
+    under_way_ms = actor.runner.lateness.under_way_ms
     return {
         "session": actor.session,
         "phase": actor.phase,
@@ -30,6 +31,7 @@ def session_view(actor: SessionActor) -> dict[str, Any]:
         "retainedRowBytes": actor.runner.retained_row_bytes,
         "epoch": speech.epoch,
         "turn": speech.turn,
+        "unitUnderWayMs": None if under_way_ms is None else round(under_way_ms),
         "lastEventSequence": speech.last_sequence,
         "acknowledgedSample": conversation.framing.received_samples,
         **_quality(actor),
@@ -82,7 +84,7 @@ def _quality(actor: SessionActor) -> dict[str, Any]:
         if last is None
         else {"cause": last.cause, "costMs": last.cost_ms, "traceID": last.trace_id},
         "audio": {"underruns": quality.underruns, "longestGapMs": quality.longest_gap_ms},
-        "keepingPace": quality.keeping_pace,
+        "keepingPace": actor.keeping_pace,
         "ledgerDurable": actor.ledger_answers,
         "ledgerRewound": quality.ledger_rewound,
     }

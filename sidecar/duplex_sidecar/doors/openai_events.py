@@ -1,10 +1,12 @@
-"""The OpenAI-GA-shaped realtime protocol: what a client hears, protocol events -> wire JSON. Pure.
+"""The OpenAI-GA-shaped realtime protocol: what a client hears, protocol events -> wire JSON.
 
-One sequenced event is one wire message, so `server_event_seq` counts messages. Ids are derived from
-session, turn and sequence: a replayed message has the bytes it had the first time. Our own
-extensions are the `duplex` field of standard events and the event types that start with `duplex.`.
+One sequenced event is one wire message, so `server_event_seq` counts messages. Its ids are derived
+from session, turn and sequence: a replayed message has the bytes it had the first time. The others
+are never replayed; each has an `event_id` of its own. Our own extensions are the `duplex` field of
+standard events and the event types that start with `duplex.`.
 """
 
+import secrets
 from typing import Any
 
 import msgspec
@@ -42,8 +44,14 @@ def render_event(event: Event, session: str, model: str) -> bytes:
         body["server_event_seq"] = event.sequence
     else:
         body = _unsequenced(event, session, model)
-        body.setdefault("event_id", "event_now")
+        body["event_id"] = passing_event_id()
     return msgspec.json.encode(body)
+
+
+def passing_event_id() -> str:
+    """Of an event without a number: another one each time, on whatever replica. None of a numbered
+    event looks like it."""
+    return f"event_x{secrets.token_hex(8)}"
 
 
 def _session_object(

@@ -29,6 +29,7 @@ MAX_CONTROL_BYTES = 64 * 1024
 """Of an event that carries no sound: what has to wait for somebody is bounded by it."""
 MAX_FRAMES_PER_APPEND = 2
 MAX_ID_CHARACTERS = 512
+MAX_PARAM_CHARACTERS = 200
 MAX_DETAIL_CHARACTERS = 400
 """An error's sentence may quote the client, who does not decide how long it gets."""
 OUTPUT_RATE_HZ = 24_000
@@ -174,6 +175,14 @@ _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in _WIRE_TYPES.item
 
 _SETTABLE = frozenset({"type", "audio", "output_modalities"})
 _OUTPUT_MODALITIES = ("audio",)
+_SAID_ELSEWHERE = {
+    "input_audio_format": "audio.input.format",
+    "output_audio_format": "audio.output.format",
+    "modalities": "output_modalities",
+}
+"""Names of the public protocol before it was general, and where it has them now."""
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+"""Where msgspec's sentence says that something does not fit."""
 _NAME = re.compile(r"(?P<kind>resp|item)_(?P<session>.{1,64})_(?P<turn>[1-9][0-9]{0,8})")
 _NAMED = {"resp": "response", "item": "item"}
 _ENCODINGS = {
@@ -238,7 +247,9 @@ def _too_deep(event_id: str | None) -> WireError:
 
 def _invalid(reason: str, event_id: str | None) -> WireError:
     if not reason.startswith("Invalid base64"):
-        return WireError(ErrorCode.INVALID_EVENT, reason, event_id)
+        found = _AT.search(reason)
+        param = found[1][:MAX_PARAM_CHARACTERS] if found else ""
+        return WireError(ErrorCode.INVALID_EVENT, reason, event_id, param or None)
     if reason.endswith("`$.audio`"):
         return WireError(ErrorCode.INVALID_AUDIO, "not valid base64", event_id, "audio")
     return WireError(ErrorCode.INVALID_FRAME, "not valid base64", event_id, "video_frames")
@@ -317,8 +328,13 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
             param = f"session.{key[:80]}"
             raise ClientError(ErrorCode.SLIDING_WINDOW_UPDATE_UNSUPPORTED, param=param)
         if key not in _SETTABLE:
-            raise ClientError(ErrorCode.IMMUTABLE_SETTING, param=f"session.{key[:80]}")
-    settings = msgspec.convert(wire.session, _Settings)
+            new = _SAID_ELSEWHERE.get(key)
+            detail = f"{key} is not known here: say session.{new}" if new else ""
+            raise ClientError(ErrorCode.IMMUTABLE_SETTING, detail, f"session.{key[:80]}")
+    try:
+        settings = msgspec.convert(wire.session, _Settings)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(str(error).replace("`$", "`$.session", 1)) from None
     _require_settable(settings)
     audio_input = settings.audio.input if settings.audio else None
     audio_output = settings.audio.output if settings.audio else None
@@ -327,7 +343,7 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
         if wanted.type != "audio/pcm" or wanted.rate not in (None, OUTPUT_RATE_HZ):
             raise ClientError(
                 ErrorCode.UNSUPPORTED_AUDIO_FORMAT,
-                f"output is audio/pcm at {OUTPUT_RATE_HZ} Hz",
+                f"output is audio/pcm at {OUTPUT_RATE_HZ} Hz, not {_format_said(wanted)}",
                 "session.audio.output.format",
             )
     wanted = audio_input.format if audio_input else None
@@ -337,10 +353,15 @@ def _settings(wire: _SessionUpdate) -> SetInputFormat:
     if encoding is None:
         raise ClientError(
             ErrorCode.UNSUPPORTED_AUDIO_FORMAT,
-            f"one of {', '.join(sorted(_ENCODINGS))}",
+            f"{wanted.type[:80]!r} is none of {', '.join(sorted(_ENCODINGS))}",
             "session.audio.input.format.type",
         )
     rate_hz = wanted.rate if wanted.rate is not None else _DEFAULT_RATES_HZ.get(wanted.type)
     if rate_hz is None or not 8_000 <= rate_hz <= 192_000:
         raise ClientError(ErrorCode.INVALID_SAMPLE_RATE, param="session.audio.input.format.rate")
     return SetInputFormat(encoding, rate_hz, wire.event_id, wire.client_sequence)
+
+
+def _format_said(said: _Format) -> str:
+    rate = "" if said.rate is None else f" at {said.rate} Hz"
+    return f"{said.type[:80]!r}{rate}"

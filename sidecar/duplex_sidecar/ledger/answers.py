@@ -50,7 +50,7 @@ def judge(session: str, reply: Reply) -> Reply:
         case b"erased", _:
             raise SessionErased(session, "erased")
         case b"ended", [reason]:
-            raise SessionEnded(session, f"ended: {reason}")
+            raise SessionEnded(session, reason)
         case b"exists", _:
             raise SessionExists(session, "is in the ledger already")
         case b"token", _:

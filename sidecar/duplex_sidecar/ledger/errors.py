@@ -103,7 +103,11 @@ class SessionExists(LedgerError):
 
 
 class SessionEnded(LedgerError):
-    """The session ended; it can be read, not run."""
+    """The session ended; it can be read, not run. word: why, as the ledger has it."""
+
+    def __init__(self, session: str, word: str) -> None:
+        super().__init__(session, f"ended: {word}")
+        self.word = word
 
 
 class SessionErased(LedgerError):

@@ -24,6 +24,8 @@ class ErrorCode(StrEnum):
     FRAME_TOO_LARGE = "frame_too_large"
     TOO_MANY_FRAMES = "too_many_frames"
     INPUT_OVERFLOW = "input_overflow"
+    INPUT_AUDIO_BUFFER_COMMIT_EMPTY = "input_audio_buffer_commit_empty"
+    """A name of the public API."""
     IMMUTABLE_SETTING = "immutable_setting"
     RESPONSE_CANCEL_NOT_ACTIVE = "response_cancel_not_active"
     PLAYBACK_ITEM_NOT_FOUND = "playback_item_not_found"
@@ -110,6 +112,9 @@ ERRORS: dict[ErrorCode, ErrorEntry] = {
     ),
     ErrorCode.INPUT_OVERFLOW: ErrorEntry(
         _FULL, True, False, None, "More input is waiting than the session may hold."
+    ),
+    ErrorCode.INPUT_AUDIO_BUFFER_COMMIT_EMPTY: ErrorEntry(
+        _BAD, False, False, None, "No audio was appended since the last commit."
     ),
     ErrorCode.IMMUTABLE_SETTING: ErrorEntry(
         _BAD, False, False, None, "This setting is fixed when the session opens."

@@ -137,6 +137,11 @@ class SessionActor:
         return self._keeper.held and not self._durable.refuses_input
 
     @property
+    def keeping_pace(self) -> bool:
+        """Whether the last unit took less time than it covers, and none is under way for longer."""
+        return self.quality.keeping_pace and not self.runner.lateness.late
+
+    @property
     def holds_lease(self) -> bool:
         """Whether the ledger has confirmed it of late; without that nothing leaves, nor parks."""
         return self._keeper.held
@@ -197,6 +202,8 @@ class SessionActor:
                 self._opened()
             while True:
                 self._look_after_work()
+                if self.runner.lateness.look():
+                    self.on_change()
                 if self.passing_on.granted and self._work is None:
                     return MOVED
                 if self.wishes.ending is not None and not self.passing_on.granted:

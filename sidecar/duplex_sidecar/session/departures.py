@@ -19,7 +19,12 @@ from duplex_sidecar.session.ending import END_TIMEOUT_S, ERASED, SHUT_DOWN, Endi
 from duplex_sidecar.session.handing_over import HandOver
 from duplex_sidecar.session.owners import Owners
 from duplex_sidecar.session.parking import ParkReason
-from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
+from duplex_sidecar.session.refusals import (
+    PlacementRefused,
+    Refusal,
+    session_over,
+    typed_refusals,
+)
 from duplex_sidecar.session.roster import Live, Roster
 from duplex_sidecar.session.turnstile import Turnstile
 from duplex_sidecar.telemetry.names import LedgerCall
@@ -142,7 +147,7 @@ class Departures:
         if meta is None or meta.phase is Phase.ERASED:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if meta.phase is Phase.ENDED:
-            raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
+            raise session_over(meta.reason)
         if meta.phase is not Phase.PARKED:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND, "the session does not run here")
 

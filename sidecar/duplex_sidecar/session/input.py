@@ -26,6 +26,9 @@ class InputDesk:
         self._format = AudioFormat.PCM16
         self._frames_per_unit = frames_per_unit
         self.rate_hz = rate_hz or DEFAULT_INPUT_RATE_HZ
+        self._may_commit = framer.received_samples > 0
+        """Whether audio came since the last commit. What came over an earlier connection, or to an
+        earlier owner, counts: who resumes may say a commit again whose answer was lost."""
 
     @property
     def received_samples(self) -> int:
@@ -50,6 +53,7 @@ class InputDesk:
         """Another connection, which has said no format yet; the rate stays that of the first input
         if there was any."""
         self._format = AudioFormat.PCM16
+        self._may_commit = self._framer.received_samples > 0
         if not self._framer.received_samples:
             self.rate_hz = DEFAULT_INPUT_RATE_HZ
 
@@ -93,14 +97,20 @@ class InputDesk:
             is_speech=command.is_speech,
             force_listen=command.force_listen,
         )
+        # Also of what closed its unit by itself, or is held already: a commit of it is answered.
+        self._may_commit = self._may_commit or bool(command.audio)
 
     def commit(self) -> None:
         """Close the waiting samples into units, the last one padded with zeros."""
+        if not self._may_commit:
+            raise ClientError(ErrorCode.INPUT_AUDIO_BUFFER_COMMIT_EMPTY)
         self._framer.flush()
+        self._may_commit = False
 
     def clear(self) -> None:
         """Forget what waits."""
         self._framer.clear()
+        self._may_commit = False
 
     def set_format(self, command: SetInputFormat) -> InputFormatSet:
         """The encoding may change at any time, the rate before the first input alone."""

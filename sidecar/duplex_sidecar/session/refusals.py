@@ -26,7 +26,7 @@ from duplex_sidecar.ledger.errors import (
     SessionUnknown,
     StaleFence,
 )
-from duplex_sidecar.protocol.errors import ClientError, ErrorCode
+from duplex_sidecar.protocol.errors import ERRORS, ClientError, ErrorCode
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,15 @@ class PlacementRefused(ClientError):
         self.refusal = refusal
 
 
+def session_over(reason: str) -> ClientError:
+    """reason: the word that the ledger has for it, "" for none."""
+    sentence = ERRORS[ErrorCode.SESSION_ENDED].sentence
+    known = reason not in ("", ErrorCode.SESSION_ENDED)
+    return ClientError(
+        ErrorCode.SESSION_ENDED, f"{sentence[:-1]}: {reason}." if known else sentence
+    )
+
+
 @contextmanager
 def typed_refusals() -> Generator[None]:
     """What the ledger says, in the words of the protocol."""
@@ -70,7 +79,7 @@ def typed_refusals() -> Generator[None]:
     except SessionErased:
         raise ClientError(ErrorCode.SESSION_ENDED, "the session was erased") from None
     except SessionEnded as error:
-        raise ClientError(ErrorCode.SESSION_ENDED, error.reason) from None
+        raise session_over(error.word) from None
     except StaleFence as error:
         raise PlacementRefused(Refusal.STALE_FENCE, error.reason) from None
     except NotOffered as error:

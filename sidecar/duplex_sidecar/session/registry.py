@@ -25,7 +25,12 @@ from duplex_sidecar.session.clients import ClientAttachment
 from duplex_sidecar.session.departures import Departures
 from duplex_sidecar.session.opening import differs_from, resolve_served
 from duplex_sidecar.session.owners import Owners
-from duplex_sidecar.session.refusals import PlacementRefused, Refusal, typed_refusals
+from duplex_sidecar.session.refusals import (
+    PlacementRefused,
+    Refusal,
+    session_over,
+    typed_refusals,
+)
 from duplex_sidecar.session.roster import Live, Roster
 from duplex_sidecar.session.standing_by import StandingBy
 from duplex_sidecar.session.token_change import NewToken, offer_token
@@ -248,7 +253,7 @@ class SessionRegistry:
         if matched is tokens.TokenMatch.NONE:
             raise ClientError(ErrorCode.SESSION_NOT_FOUND)
         if meta.phase is Phase.ENDED:
-            raise ClientError(ErrorCode.SESSION_ENDED, meta.reason)
+            raise session_over(meta.reason)
         return meta
 
     async def _require_right(self, session: str, claim: Claim) -> None:

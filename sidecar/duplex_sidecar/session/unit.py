@@ -31,6 +31,7 @@ from duplex_sidecar.session.conversation import (
 from duplex_sidecar.session.durable import DurableSession
 from duplex_sidecar.session.facts import SessionFacts, SessionOver
 from duplex_sidecar.session.hearing import EncoderDriver
+from duplex_sidecar.session.lateness import Lateness
 from duplex_sidecar.session.open_unit import OpenUnit, encode_open_unit
 from duplex_sidecar.session.recording import (
     Answered,
@@ -102,6 +103,7 @@ class UnitRunner:
         self._trace = trace
         self._metrics = metrics
         self._publish = publish
+        self.lateness = Lateness(metrics)
 
     @property
     def retained_row_bytes(self) -> int:
@@ -311,7 +313,9 @@ class UnitRunner:
         span = self._trace.unit(seq, speech.turn, UNIT_MS, redo_of=redo_of)
         with span as trace, log_context(unit=seq):
             try:
-                yield UnitWatch(trace, self._metrics)
+                watch = UnitWatch(trace, self._metrics)
+                with self.lateness.watched(seq, watch):
+                    yield watch
             except SessionOver as over:
                 log.warning("unit failed: %s", over.code)
                 raise

@@ -71,6 +71,13 @@ class Metrics:
         self._units_late = meter.create_counter(
             names.METRIC_UNITS_LATE, "{unit}", "Units slower than real time"
         )
+        self._units_overdue = meter.create_gauge(
+            names.METRIC_UNITS_OVERDUE,
+            "{unit}",
+            "Units under way for longer than the time they cover",
+        )
+        self._overdue = 0
+        self.overdue(0)
         self._rebuilds = meter.create_counter(
             names.METRIC_REBUILDS, "{rebuild}", "Rebuilds of the Thinker's prompt by cause"
         )
@@ -122,6 +129,23 @@ class Metrics:
             "1",
             f"Share of the last {RECENT_UNITS} units not slower than real time",
         )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """A counter is there before its first case: an alert's rule sees a series from the start,
+        and no rate misses the first step."""
+        for decision in names.UnitDecision:
+            for counter in (self._units, self._units_late):
+                self._note(counter.add, 0, {names.UNIT_DECISION: decision.value})
+        for rebuild in names.RebuildCause:
+            self._note(self._rebuilds.add, 0, {names.WINDOW_CAUSE: rebuild.value})
+        for epoch in names.EpochCause:
+            self._note(self._epochs.add, 0, {names.STAGE2_CAUSE: epoch.value})
+        for stage in names.StageName:
+            self._note(self._stage_restarts.add, 0, {names.STAGE: stage.value})
+        for engine in (names.StageName.THINKER, names.StageName.TALKER):
+            self._note(self._preemptions.add, 0, {names.STAGE: engine.value})
+        self.sessions_live(0)
 
     def unit(self, decision: names.UnitDecision, wall_ms: float, audio_ms: float) -> None:
         """A unit is done. `audio_ms` (> 0): length of the input it covers."""
@@ -133,6 +157,11 @@ class Metrics:
         if not in_time:
             self._note(self._units_late.add, 1, labels)
         self._recent_in_time.append(in_time)
+
+    def overdue(self, more: int) -> None:
+        """more: 1 when a unit under way has become late, -1 when such a one is over."""
+        self._overdue += more
+        self._units_overdue.set(self._overdue)
 
     def rebuild(self, cause: names.RebuildCause, elapsed_ms: float) -> None:
         labels: Labels = {names.WINDOW_CAUSE: cause.value}

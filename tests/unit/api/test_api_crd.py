@@ -148,7 +148,14 @@ def test_printer_columns_point_at_fields(plural: str) -> None:
     known = {path for path, _ in nodes(schema_of(crd))} | {"metadata.creationTimestamp"}
     (version,) = crd["spec"]["versions"]
     for column in version["additionalPrinterColumns"]:
-        assert column["jsonPath"].removeprefix(".") in known
+        path = re.sub(r"\[\?\(@\.type==\"\w+\"\)\]", "[]", column["jsonPath"])
+        assert path.removeprefix(".") in known
+    shown = {
+        column["name"]
+        for column in version["additionalPrinterColumns"]
+        if not column.get("priority")
+    }
+    assert "Reason" in shown
     assert "status" in version["subresources"]
 
 

@@ -109,3 +109,9 @@ def test_a_set_of_values_that_is_used_somewhere_passes(values: Path) -> None:
 )
 def test_a_wrong_value_is_refused(over: dict[str, Any]) -> None:
     assert not accepts(over)
+
+
+def test_no_ledger_at_all_is_told_by_the_value_that_is_missing() -> None:
+    over = merged(SHIPPED, {"trialLedger": {"enabled": False}})
+    (error,) = Draft202012Validator(SCHEMA).iter_errors(over)
+    assert list(error.absolute_path) == ["externalLedger", "urlSecretName"]

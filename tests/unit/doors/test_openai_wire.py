@@ -320,6 +320,45 @@ def test_a_sequenced_event_has_the_same_bytes_whenever_it_is_rendered() -> None:
     assert rendered(Sequenced(6, Transcript(1, 4, "hi")))["delta"] == "hi"
 
 
+def update_refused(session: dict[str, Any]) -> WireError:
+    with pytest.raises(WireError) as refused:
+        parse_message(json.dumps({"type": "session.update", "session": session}))
+    return refused.value
+
+
+def test_a_name_of_the_older_protocol_is_answered_with_the_present_one() -> None:
+    error = update_refused({"input_audio_format": "pcm16"})
+    assert (error.code, error.param) == (ErrorCode.IMMUTABLE_SETTING, "session.input_audio_format")
+    assert "session.audio.input.format" in error.detail
+    assert update_refused({"tools": []}).detail == ERRORS[ErrorCode.IMMUTABLE_SETTING].sentence
+
+
+def test_a_refused_format_is_named() -> None:
+    heard = update_refused({"audio": {"input": {"format": {"type": "audio/ogg"}}}})
+    assert heard.code is ErrorCode.UNSUPPORTED_AUDIO_FORMAT
+    assert "'audio/ogg'" in heard.detail
+    spoken = {"output": {"format": {"type": "audio/pcm", "rate": 8_000}}}
+    assert "'audio/pcm' at 8000 Hz" in update_refused({"audio": spoken}).detail
+
+
+def test_what_does_not_fit_is_told_with_its_place() -> None:
+    error = update_refused({"audio": {"input": {"format": {"type": "audio/pcm", "rate": "16k"}}}})
+    assert error.code is ErrorCode.INVALID_EVENT
+    assert error.param == "session.audio.input.format.rate"
+    assert "`$.session.audio.input.format.rate`" in error.detail
+    with pytest.raises(WireError) as refused:
+        parse_message('{"type": "playback.ack", "item_id": "item_s_1", "played_samples": "x"}')
+    assert refused.value.param == "played_samples"
+
+
+def test_an_event_without_a_number_has_an_id_of_its_own() -> None:
+    failure = Failure(ErrorCode.INPUT_OVERFLOW, "too much", None, "e")
+    ids = {rendered(failure)["event_id"] for _ in range(100)}
+    assert len(ids) == 100
+    assert not any(name.removeprefix("event_").isdigit() for name in ids)
+    assert rendered(Sequenced(6, Transcript(1, 4, "hi")))["event_id"] == "event_6"
+
+
 def test_unsequenced_events_carry_no_sequence() -> None:
     opened = rendered(SessionOpened("s", False, 1, 1, 0, 0, 0, "context", 16_000))
     assert opened["type"] == "session.created"

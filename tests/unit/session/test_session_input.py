@@ -106,7 +106,7 @@ def test_commit_and_clear() -> None:
     here = desk()
     here.append(AppendInput(second(1)[:2_000]))
     here.clear()
-    here.commit()
+    assert commit(here) is EMPTY
     assert not here.has_unit
     here.append(AppendInput(second(1)[:2_000]))
     here.commit()
@@ -117,3 +117,57 @@ def test_commit_and_clear() -> None:
 
 def test_every_reason_of_framing_has_its_code() -> None:
     assert all(framing_code(code) in ErrorCode for code in FramingErrorCode)
+
+
+EMPTY = ErrorCode.INPUT_AUDIO_BUFFER_COMMIT_EMPTY
+
+
+def commit(desk: InputDesk) -> ErrorCode | None:
+    """What it is refused with."""
+    try:
+        desk.commit()
+    except ClientError as error:
+        return error.code
+    return None
+
+
+def test_a_commit_of_nothing_is_refused() -> None:
+    here = desk()
+    assert commit(here) is EMPTY
+    here.append(AppendInput(b""))
+    assert commit(here) is EMPTY
+    here.append(AppendInput(second(1)[:100]))
+    assert commit(here) is None
+    assert here.has_unit
+    assert commit(here) is EMPTY
+    here.append(AppendInput(second(1)[:100]))
+    here.clear()
+    assert commit(here) is EMPTY
+
+
+def test_a_commit_of_a_whole_second_is_not_refused() -> None:
+    here = desk()
+    here.append(AppendInput(second(1)))
+    assert here._framer.waiting_samples == 0  # the unit closed by itself, and is answered
+    assert commit(here) is None
+    assert here._framer.ready_units == 1
+
+
+def test_whoever_resumes_may_commit_again() -> None:
+    here = desk()
+    here.append(AppendInput(second(1)))
+    assert commit(here) is None
+    here.new_client()
+    here.append(AppendInput(second(1), from_sample=0))
+    assert commit(here) is None
+    here.append(AppendInput(second(1), from_sample=0))
+    assert commit(here) is None
+    here.new_client()
+    assert commit(here) is None
+    assert commit(here) is EMPTY
+
+
+def test_a_commit_on_a_fresh_connection_to_a_fresh_session_is_refused() -> None:
+    here = desk()
+    here.new_client()
+    assert commit(here) is EMPTY

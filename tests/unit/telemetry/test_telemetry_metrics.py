@@ -55,6 +55,21 @@ def test_every_number_is_on_the_page() -> None:
         assert samples[series] == pytest.approx(value), series
 
 
+def test_counters_are_there_before_their_first_case() -> None:
+    samples = samples_of(Metrics(TelemetrySettings(replica="r1")))
+    for series in (
+        'duplex_units_total{duplex_unit_decision="listen"}',
+        'duplex_units_late_total{duplex_unit_decision="speak"}',
+        'duplex_window_rebuilds_total{duplex_window_cause="move"}',
+        'duplex_stage_restarts_total{duplex_stage="encoder"}',
+        'duplex_stage2_epochs_total{duplex_stage2_cause="violation"}',
+        'duplex_engine_preemptions_total{duplex_stage="thinker"}',
+        "duplex_units_overdue",
+        "duplex_sessions_live",
+    ):
+        assert samples[series] == 0, series
+
+
 def test_series_do_not_grow_with_units_or_scrapes() -> None:
     metrics = Metrics(TelemetrySettings(replica="r1"))
     sizes: list[int] = []
@@ -78,7 +93,7 @@ def test_preemptions_count_on_over_the_restart_of_an_engine() -> None:
 def test_two_processes_worth_of_metrics_do_not_mix() -> None:
     one, other = (Metrics(TelemetrySettings(replica=r)) for r in ("r1", "r2"))
     one.sessions_live(1)
-    assert not any("sessions_live" in series for series in samples_of(other))
+    assert samples_of(other)["duplex_sessions_live"] == 0
     assert 'service_instance_id="r2"' in other.prometheus_page().decode()
 
 
