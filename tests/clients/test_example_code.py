@@ -162,10 +162,15 @@ def test_the_example_stops_where_its_format_is_refused(tmp_path: Path) -> None:
     assert said == ["session.update"]
 
 
-def test_the_shipped_recording_is_what_is_said_by_default() -> None:
-    done = talk(NOWHERE, "/dev/null")
+def test_the_shipped_recording_is_what_is_said_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("token").write_text("secret")
+    done = talk(NOWHERE, "token")
     assert done.returncode == 2
     assert done.stderr.startswith(f"{NOWHERE}: ")
+    assert Path("reply.wav").is_file()
 
 
 def test_the_example_says_how_it_is_called() -> None:
