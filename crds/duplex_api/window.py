@@ -67,7 +67,8 @@ class WindowPolicy(ApiModel):
     boundary: WindowBoundary | None = None
     """Where a slide may cut: at any unit, at a sentence end, at a turn end."""
     strategy: WindowStrategy | None = None
-    """reprefill is exact; shift moves cache rows and promises units and plans, not tokens."""
+    """reprefill is exact. shift would move cache rows and promise units and plans, not tokens: it
+    is not served, and a session that names it is refused."""
 
 
 @dataclass(frozen=True, slots=True)

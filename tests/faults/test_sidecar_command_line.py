@@ -102,7 +102,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     status, text = serve(tmp_path, missing)
     assert status == EXIT_CHECKPOINT
     assert str(missing) in text
-    assert "duplex checkpoint make" in text
+    assert f"duplex checkpoint make {missing}" in text
     assert "Traceback" not in text
 
 

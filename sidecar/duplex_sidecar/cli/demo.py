@@ -31,12 +31,18 @@ from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
 from duplex_sidecar.cli.starting import make_checkpoint, show_start
 from duplex_sidecar.client.conversation import (
     OUTPUT_RATE_HZ,
+    UNIT_SAMPLES,
     Conversation,
     ConversationFailed,
     Talk,
     lay_out_replies,
 )
-from duplex_sidecar.client.local_sidecar import ApiError, LocalSidecar, SidecarFailed
+from duplex_sidecar.client.local_sidecar import (
+    READY_TIMEOUT_S,
+    ApiError,
+    LocalSidecar,
+    SidecarFailed,
+)
 from duplex_sidecar.client.media import MediaError, read_frames, read_speech
 from duplex_sidecar.client.table import LiveTable
 from duplex_sidecar.client.timeline import draw_timeline
@@ -50,10 +56,12 @@ from duplex_sidecar.session.opening import facts_of
 from duplex_sidecar.session.same_window import window_is_the_same
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
-LEAST_SPEECH_S = 60
+EXIT_USAGE = 2
+REDIAL_FOR_S = READY_TIMEOUT_S + 60
+"""The client waits for longer than the second sidecar may take."""
 OUTPUT_BYTES = 16 * 1024 * 1024
-REBUILD_SPAN = '"name": *"duplex.window.rebuild"'
-"""A line of the traces holds many spans: occurrences are to be counted, not lines."""
+REBUILD_IN_LEDGER = '"plan":{"action":"rebuild"'
+"""Once in the line of a unit. Traces have one more where a unit that was prepared never came."""
 OUTPUT_FILES = ("reply.wav", "timeline.png", "spans.jsonl", "ledger.jsonl")
 
 
@@ -93,6 +101,14 @@ class _Stage:
     def stop_sidecar(self) -> None:
         if self.sidecar is not None:
             self.sidecar.stop()
+
+    def keep_logs(self, out: Path) -> str:
+        """Those of the newest sidecar, which go with `work` otherwise. Returns where they are."""
+        if self.sidecar is None:
+            return ""
+        folder = out / f"{self.sidecar.settings.replica}-logs"
+        self.sidecar.keep_logs(folder)
+        return f"\nlogs: {folder}"
 
 
 @dataclass(frozen=True)
@@ -142,8 +158,6 @@ def demo(
         return _complain(console, f"the example is not a valid DuplexSession:\n{error}")
     except (CheckpointError, EmbeddedError, MediaError, OutputFailed, SidecarFailed) as error:
         return _complain(console, str(error))
-    except (ApiError, ConversationFailed) as error:
-        return _complain(console, str(error))
     except OSError as error:
         return _complain(console, os_error_text(error) if error.filename else f"{out}: {error}")
 
@@ -154,9 +168,9 @@ def find_examples() -> Path:
     return source if source.is_dir() else Path("examples")
 
 
-def _complain(console: Console, text: str) -> int:
-    console.print(f"duplex demo: {text}", style="red", markup=False)
-    return 1
+def _complain(console: Console, text: str, status: int = 1) -> int:
+    console.print(f"duplex demo: {text}", style="red", markup=False, soft_wrap=True)
+    return status
 
 
 def _demo(
@@ -172,6 +186,10 @@ def _demo(
     manifest = read_manifest(examples / ("session-camera.yaml" if camera else "session.yaml"))
     speech = read_speech(examples / "audio" / "conversation.flac")
     frames = read_frames(examples / "video" / "camera.mp4") if camera else None
+    units = -(-len(speech) // (2 * UNIT_SAMPLES))
+    if kill_at >= units:
+        told = f"the recording has {units} units: --kill-at has to be less than that"
+        return _complain(console, told, EXIT_USAGE)
     require_room(out, OUTPUT_BYTES)
     checkpoint = default_checkpoint()
     make_checkpoint(console, checkpoint)
@@ -184,7 +202,10 @@ def _demo(
         sink = started_things.enter_context(OtlpSink(new / "spans.jsonl", None))
         stage = _Stage(new, work, console, valkey, sink, checkpoint)
         started_things.callback(stage.stop_sidecar)
-        talk, kill = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
+        try:
+            talk, kill = asyncio.run(_run(stage, manifest, speech, frames, kill_at, speed))
+        except (ApiError, ConversationFailed, SidecarFailed) as error:
+            raise SidecarFailed(f"{error}{stage.keep_logs(out)}") from error
     return summary(console, out, talk, kill, time.monotonic() - started)
 
 
@@ -218,15 +239,20 @@ async def _run(
             speech,
             frames,
             speed=speed,
+            redial_for_s=REDIAL_FOR_S,
             on_event=events.put_nowait,
         )
         talking = asyncio.create_task(conversation.run())
         watching = asyncio.create_task(_watch(stage, session, events, table, kill_at, first))
         try:
+            await asyncio.wait((talking, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not talking.done():  # nobody watches any more: the other sidecar did not start
+                await watching
             talk = await talking
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in (talking, watching):
+                task.cancel()
+            await asyncio.gather(talking, watching, return_exceptions=True)
             while not events.empty():
                 _show(events.get_nowait(), table)
     sidecar = stage.sidecar
@@ -341,8 +367,8 @@ def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds:
     if kill is not None:
         ok &= kill.resumed >= 1 and len(replicas) == 2 and kill.same_window and kill.new_epoch
         told = (
-            f"resumed {kill.resumed}x on {' -> '.join(replicas)}, same window={kill.same_window}, "
-            f"new epoch from chunk 0={kill.new_epoch}, "
+            f"resumed {kill.resumed}x on {' -> '.join(replicas)}, away {talk.away_s():.0f} s, "
+            f"same window={kill.same_window}, new epoch from chunk 0={kill.new_epoch}, "
         )
     console.print(
         f"\n{'OK' if ok else 'FAILED'}: {len(numbers)} units contiguous={contiguous}, "
@@ -356,7 +382,7 @@ def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds:
     console.print(
         f"  listen     {out / 'reply.wav'}\n"
         f"  look       {out / 'timeline.png'}\n"
-        f"  rebuilds   grep -o '{REBUILD_SPAN}' {out / 'spans.jsonl'} | wc -l\n"
+        f"  rebuilds   grep -c '{REBUILD_IN_LEDGER}' {out / 'ledger.jsonl'}\n"
         f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
         "  go on      .venv/bin/duplex run -f examples/session.yaml --audio FILE\n"
         "  check up   .venv/bin/duplex doctor",

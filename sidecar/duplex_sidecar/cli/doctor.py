@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from duplex_sidecar.checkpoint.errors import CheckpointError
 from duplex_sidecar.checkpoint.report import make_report
+from duplex_sidecar.cli.columns import print_columns
 from duplex_sidecar.cli.inputs import CheckpointPath, Port
-from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint, own_command
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_MIB = 64
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     OK = "ok"
     WARN = "warn"
     """Works, but not as well as it could, or will be made by the first run."""
-    FAIL = "fail"
+    FAIL = "FAIL"
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,19 @@ def checkpoint_of(path: Path) -> Finding:
             "checkpoint",
             Verdict.WARN if usual else Verdict.FAIL,
             f"{path} is not there",
-            f"duplex checkpoint make {path}" + (" (duplex demo does it by itself)" * usual),
+            f"{own_command()} checkpoint make {path}"
+            + (f" ({own_command()} demo does it by itself)" * usual),
         )
     try:
         report = make_report(path)
     except CheckpointError as error:
-        return Finding("checkpoint", Verdict.FAIL, str(error), f"duplex checkpoint make {path}")
+        make = f"{own_command()} checkpoint make {path}"
+        return Finding("checkpoint", Verdict.FAIL, str(error), make)
     return Finding(
         "checkpoint",
         Verdict.OK if report.complete else Verdict.FAIL,
         f"{path}: {report.tensors} tensors, {len(report.findings)} problems",
-        "" if report.complete else f"duplex checkpoint report {path}",
+        "" if report.complete else f"{own_command()} checkpoint report {path}",
     )
 
 
@@ -247,13 +249,15 @@ def doctor(
     port
         Port that the sidecar would listen on.
     """
-    table = Table("", "what", "found", "how to fix it", box=None)
-    marks = {Verdict.OK: "[green]ok", Verdict.WARN: "[yellow]warn", Verdict.FAIL: "[red]FAIL"}
-    failed = 0
-    for finding in findings(checkpoint or default_checkpoint(), host, port):
-        failed += finding.verdict is Verdict.FAIL
-        table.add_row(marks[finding.verdict], finding.subject, finding.found, finding.remedy)
+    styles = {Verdict.OK: None, Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+    found = list(findings(checkpoint or default_checkpoint(), host, port))
+    failed = sum(each.verdict is Verdict.FAIL for each in found)
     console = Console()
-    console.print(table)
+    print_columns(
+        console,
+        ("", "what", "found", "how to fix it"),
+        [(each.verdict, each.subject, each.found, each.remedy) for each in found],
+        [styles[each.verdict] for each in found],
+    )
     console.print("ready to run" if not failed else f"to fix first: {failed}")
     return 1 if failed else 0

@@ -4,15 +4,16 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 
 from duplex_sidecar.cli import ledger_carrying as carrying
 from duplex_sidecar.cli import ledger_sweeping as sweeping
+from duplex_sidecar.cli.columns import print_columns
 from duplex_sidecar.cli.inputs import Count, Duration, InputFile, OutputPath, os_error_text
 from duplex_sidecar.cli.ledger_access import Url, guarded
 from duplex_sidecar.cli.output import written
@@ -33,6 +34,18 @@ from duplex_sidecar.ledger.session_view import LoadedSession, SessionMeta
 from duplex_sidecar.ledger.store import Ledger, LedgerOptions
 
 RETRY_EVERY_S = 0.5
+COLUMNS = (
+    "committed (UTC)",
+    "unit",
+    "epoch",
+    "turn",
+    "decision",
+    "tokens",
+    "plan",
+    "cause",
+    "prompt",
+    "replica",
+)
 UNKNOWN = "not in the ledger, nothing erased (--even-unknown refuses the id all the same)"
 
 app = App(name="ledger", help="Look at a session's ledger, check it, carry it, erase it.")
@@ -165,11 +178,8 @@ def _show(loaded: LoadedSession, last: int, now_ms: int) -> int:
         f"{meta.bytes:,} bytes; journal {meta.events_first}..{meta.events_last}, "
         f"voiced through unit {meta.voiced_seq}"
     )
-    columns = ("unit", "epoch", "turn", "decision", "tokens", "plan", "cause", "prompt", "replica")
-    table = Table(*columns)
-    for unit in loaded.committed[-last:] if last > 0 else ():
-        table.add_row(*_row(unit))
-    console.print(table)
+    units = loaded.committed[-last:] if last > 0 else ()
+    print_columns(console, COLUMNS, [_row(unit) for unit in units])
     return 0
 
 
@@ -211,7 +221,9 @@ async def _erase(
 
 def _row(unit: Committed) -> tuple[str, ...]:
     plan = unit.plan
+    at = datetime.fromtimestamp(unit.at_ms / 1000, UTC)
     return (
+        at.strftime("%Y-%m-%d %H:%M:%S"),
         str(unit.seq),
         str(unit.epoch),
         str(unit.turn),

@@ -16,7 +16,8 @@ Url = Annotated[
     Parameter(
         name="--url",
         env_var="DUPLEX_LEDGER_URL",
-        help="Redis or Valkey: redis://, unix://, redis+sentinel://host/service, redis+cluster://host",
+        help="Redis or Valkey: redis://, unix://, redis+sentinel://host/service, "
+        "redis+cluster://host; or in the variable DUPLEX_LEDGER_URL",
     ),
 ]
 

@@ -25,7 +25,7 @@ from duplex_sidecar.cli.inputs import (
     Port,
     os_error_text,
 )
-from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint
+from duplex_sidecar.cli.places import default_cache_dir, default_checkpoint, own_command
 from duplex_sidecar.cli.serving import Serving
 from duplex_sidecar.ledger.embedded import EmbeddedError, EmbeddedValkey
 from duplex_sidecar.settings import SidecarSettings, settings_from_environment
@@ -141,9 +141,9 @@ def run_sidecar(
             serving = Serving(settings, create_apps(settings, give_up), listeners)
             told = _address(settings, listeners[0]) if tell else ""
         except CheckpointError as error:
-            return _complain(
-                EXIT_CHECKPOINT, f"{error}\nmake one with: duplex checkpoint make PATH"
-            )
+            here = Path(settings.checkpoint)
+            command = f"{own_command()} checkpoint make {'PATH' if here.exists() else here}"
+            return _complain(EXIT_CHECKPOINT, f"{error}\nmake one with: {command}")
         except (OSError, ValueError) as error:
             return _complain(EXIT_USAGE, f"runtime folder or admin token: {error}")
         try:

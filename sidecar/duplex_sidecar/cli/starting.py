@@ -14,6 +14,8 @@ def make_checkpoint(console: Console, path: Path) -> None:
     from duplex_sidecar.checkpoint.tiny import make_tiny
 
     began = time.monotonic()
+    if not console.is_terminal and not path.exists():  # where nothing turns meanwhile
+        console.print("making the tiny checkpoint (once): about a minute", highlight=False)
     with console.status("making the tiny checkpoint (once)"):
         made = make_tiny(path, cache_dir=default_cache_dir())
     if made:

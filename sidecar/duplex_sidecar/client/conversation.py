@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -55,6 +56,15 @@ class Talk:
     sent_at_s: dict[int, float] = field(default_factory=dict)
     """Unit -> monotonic time at which its last sample was sent."""
     done_at_s: dict[int, float] = field(default_factory=dict)
+    """Unit -> monotonic time at which its answer was there."""
+
+    def away_s(self) -> float:
+        """Seconds from the last unit of the first replica to the first of the next one; 0.0 where
+        there was only one."""
+        for before, unit in pairwise(self.units):
+            if before["replica"] != unit["replica"]:
+                return self.done_at_s[unit["unit"]] - self.done_at_s[before["unit"]]
+        return 0.0
 
 
 class ConversationFailed(Exception):

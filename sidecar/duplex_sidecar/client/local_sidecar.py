@@ -4,6 +4,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,16 +114,17 @@ class LocalSidecar:
         timeout_s: float = READY_TIMEOUT_S,
     ) -> float:
         """Seconds until ready. Raises SidecarFailed."""
-        started = time.monotonic()
+        started, name, waiting_for = time.monotonic(), self.settings.replica, ""
         while time.monotonic() - started < timeout_s:
             if self.process is None or self.process.poll() is not None:
-                raise SidecarFailed(f"the sidecar ended\n{self.log_tail()}")
+                raise SidecarFailed(f"{name} ended before it was ready\n{self.log_tail()}")
             ready, waiting_for = self.readiness()
             if ready:
                 return time.monotonic() - started
             on_progress(waiting_for)
             time.sleep(_POLL_S)
-        raise SidecarFailed(f"not ready in {timeout_s:.0f} s\n{self.log_tail()}")
+        waited = f"{name} was not ready in {timeout_s:.0f} s, it waits for {waiting_for}"
+        raise SidecarFailed(f"{waited}\n{self.log_tail()}")
 
     def readiness(self) -> tuple[bool, str]:
         """(ready, what it waits for)."""
@@ -208,6 +210,15 @@ class LocalSidecar:
             except subprocess.TimeoutExpired:
                 self.kill_tree()
         return self.process.returncode
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copies what it and its stages have written into `folder`: `sidecar.log`, `STAGE.log`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stages = Path(self.settings.runtime_dir).glob("*/log")
+        named = {"sidecar": self.log} | {log.parent.name: log for log in stages}
+        for name, log in named.items():
+            with suppress(FileNotFoundError):
+                shutil.copyfile(log, folder / f"{name}.log")
 
     def log_tail(self, lines: int = 20) -> str:
         try:

@@ -1,5 +1,6 @@
 """The picture of a conversation: what was heard and said, window, rebuilds, epochs, the kill."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def draw_timeline(path: Path, talk: Talk, input_pcm_s16le: bytes, killed_after: 
         sound.text(
             killed_after,
             1.04,
-            " sidecar killed, resumed on another",
+            f" sidecar killed, resumed on another after {talk.away_s():.0f} s",
             transform=sound.get_xaxis_transform(),
         )
     rebuilds = sum(1 for unit in talk.units if unit["rebuild_cause"])
@@ -61,19 +62,35 @@ def _envelope(pcm_s16le: bytes, rate_hz: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(peaks)) / 50, peaks / top
 
 
+def _legend(axes: Axes) -> None:
+    """Beside the data, which goes up to the right edge."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+
+
+def epoch_starts(units: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(unit, epoch) of every unit with sound whose epoch is not that of the sound before it. Of
+    `duplex.unit` events, whose `stage2_sequence` is that of a unit's last chunk."""
+    starts: list[tuple[int, int]] = []
+    for unit in units:
+        if unit["stage2_sequence"] is None:
+            continue
+        if not starts or starts[-1][1] != unit["epoch"]:
+            starts.append((unit["unit"], unit["epoch"]))
+    return starts
+
+
 def _draw_sound(axes: Axes, talk: Talk, input_pcm_s16le: bytes) -> None:
     seconds, peaks = _envelope(input_pcm_s16le, SAMPLE_RATE_HZ)
     axes.fill_between(seconds, 0, peaks, color=_INPUT, linewidth=0, label="speech in")
     seconds, peaks = _envelope(lay_out_replies(talk.replies), OUTPUT_RATE_HZ)
     axes.fill_between(seconds, 0, -peaks, color=_OUTPUT, linewidth=0, label="speech out")
-    for unit in talk.units:
-        if unit["stage2_sequence"] == 0 and unit["decision"] == "speak":
-            axes.axvline(unit["unit"], ymax=0.5, color=_OUTPUT, linewidth=0.8, alpha=0.7)
-            axes.text(unit["unit"], -1.0, f" epoch {unit['epoch']}", fontsize=7, rotation=90)
+    for number, epoch in epoch_starts(talk.units):
+        axes.axvline(number, ymax=0.5, color=_OUTPUT, linewidth=0.8, alpha=0.7)
+        axes.text(number, -1.0, f" epoch {epoch}", fontsize=7, rotation=90)
     axes.set_ylim(-1.1, 1.1)
     axes.set_yticks([])
     axes.set_ylabel("sound")
-    axes.legend(loc="upper right", ncols=2)
+    _legend(axes)
 
 
 def _draw_window(axes: Axes, units: list[dict[str, Any]]) -> None:
@@ -95,7 +112,7 @@ def _draw_window(axes: Axes, units: list[dict[str, Any]]) -> None:
             )
             seen.add(cause)
     if seen:
-        axes.legend(loc="lower right")
+        _legend(axes)
     axes.grid(axis="y", alpha=0.3)
 
 
@@ -112,4 +129,4 @@ def _draw_latency(axes: Axes, units: list[dict[str, Any]]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("ms a unit")
     axes.set_xlabel("seconds of conversation = units")
-    axes.legend(loc="upper right", ncols=2)
+    _legend(axes)

@@ -170,3 +170,12 @@ def test_a_file_that_is_no_manifest(tmp_path: Path, content: bytes, told: str) -
     (tmp_path / "session.yaml").write_bytes(content)
     with pytest.raises(ManifestError, match=told):
         read_manifest(tmp_path / "session.yaml")
+
+
+def test_a_ledger_that_is_not_named_is_told_with_its_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DUPLEX_LEDGER_URL", raising=False)
+    told = refusal(("ledger", "show"), ["session"], capsys)
+    assert told.startswith("duplex ledger show: --url is missing: ")
+    assert "DUPLEX_LEDGER_URL" in told

@@ -15,6 +15,7 @@ from duplex_api.window import WindowBoundary, WindowLimits
 from duplex_sidecar.cli.demo import Kill, summary
 from duplex_sidecar.cli.demo_checks import epoch_begins_anew
 from duplex_sidecar.client.conversation import Replies, Talk
+from duplex_sidecar.ledger.export import Line
 from duplex_sidecar.ledger.records import (
     Accepted,
     Committed,
@@ -201,18 +202,51 @@ HELD = Kill(resumed=1, same_window=True, new_epoch=True)
 def test_the_demo_fails_where_something_claimed_does_not_hold(
     tmp_path: Any, kill: Kill | None, replicas: tuple[str, str], status: int
 ) -> None:
-    talk = Talk(units=[unit(1, replicas[0]), unit(2, replicas[1])])
+    units = [unit(1, replicas[0]), unit(2, replicas[1])]
+    talk = Talk(units=units, done_at_s={1: 100.0, 2: 186.2})
     console = Console(record=True, width=300)
     assert summary(console, tmp_path, talk, kill, 1.0) == status
-    assert console.export_text().strip().startswith("FAILED" if status else "OK")
+    told = console.export_text()
+    assert told.strip().startswith("FAILED" if status else "OK")
+    away = "away 86 s" if replicas[0] != replicas[1] else "away 0 s"
+    assert (away in told) is (kill is not None)
 
 
-def test_the_hint_counts_rebuilds_and_not_exports(tmp_path: Any) -> None:
+def ledger_line(seq: int, action: PlanAction = PlanAction.REBUILD) -> bytes:
+    plan = PlanFacts(action, "context", None, 0, 13, 0, 40)
+    line = Line(
+        kind="unit",
+        session="s",
+        seq=seq,
+        epoch=0,
+        turn=1,
+        committed=True,
+        token_ids=(),
+        sampled_ids=(),
+        terminator=None,
+        decision="listen",
+        turn_end=False,
+        plan=plan,
+        input=None,
+        attempts=1,
+        accepted_by="one",
+        replica="one",
+        at_ms=5,
+        index=seq,
+        prev_hash="0" * 64,
+        hash="0" * 64,
+        records=(msgspec.json.encode({"plan": plan}).decode(),),
+    )
+    return msgspec.json.encode(line) + b"\n"
+
+
+def test_the_hint_counts_the_rebuilds_of_the_summary(tmp_path: Any) -> None:
+    """Of the ledger: traces tell of those, too, that were made for a unit that never came."""
     console = Console(record=True, width=300)
     summary(console, tmp_path, Talk(units=[unit(1, "one")]), None, 1.0)
     hint = next(line for line in console.export_text().splitlines() if "rebuilds  " in line)
-    spans = [{"name": "duplex.window.rebuild"}, {"name": "duplex.unit"}]
-    (tmp_path / "spans.jsonl").write_bytes(msgspec.json.encode(spans * 3) + b"\n")
+    lines = [ledger_line(seq) for seq in (1, 2, 3)] + [ledger_line(4, PlanAction.EXTEND)]
+    (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines))
     command = hint.strip().removeprefix("rebuilds").strip()
     counted = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert int(counted.stdout) == 3
