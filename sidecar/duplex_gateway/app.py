@@ -7,7 +7,9 @@ import time
 from collections.abc import Generator
 
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from fastapi.datastructures import QueryParams
 from fastapi.responses import JSONResponse, Response
+from starlette.routing import WebSocketRoute
 
 from duplex_gateway.budget import Account, Budget
 from duplex_gateway.client_socket import ClientSocket
@@ -91,8 +93,7 @@ class Gateway:
     async def serve(self, websocket: WebSocket) -> None:
         """One client connection to its end. Never raises for what a client does."""
         token, subprotocol = bearer_token(websocket.headers)
-        session = websocket.query_params.get("session", "")
-        resumes = websocket.query_params.get("resume") in ("1", "true")
+        session, resumes = _asked_for(websocket)
         address = websocket.client.host if websocket.client else ""
         try:
             await websocket.accept(subprotocol=subprotocol)
@@ -184,6 +185,12 @@ class Gateway:
             self._connections -= 1
 
 
+def _asked_for(websocket: WebSocket) -> tuple[str, bool]:
+    """(session, whether it is to be resumed). `websocket.query_params` would be kept."""
+    query = QueryParams(websocket.scope["query_string"])
+    return query.get("session", ""), query.get("resume") in ("1", "true")
+
+
 async def _resume_point(client: ClientSocket) -> int:
     try:
         return await resume_point(client.receive())
@@ -202,14 +209,11 @@ def _ledger_trouble(error: LedgerError) -> Ended:
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The clients' side."""
-    app = FastAPI(title="Duplex gateway", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.websocket(REALTIME_PATH)
-    async def realtime(websocket: WebSocket) -> None:
-        await gateway.serve(websocket)
-
-    _ = realtime
-    return app
+    # FastAPI's own kind of route would keep each request's parameters as long as the call lasts.
+    realtime = WebSocketRoute(REALTIME_PATH, gateway.serve)
+    return FastAPI(
+        title="Duplex gateway", docs_url=None, redoc_url=None, openapi_url=None, routes=[realtime]
+    )
 
 
 def create_health_app(gateway: Gateway) -> FastAPI:

@@ -131,8 +131,9 @@ class Exchange:
             await self._send(message)
         else:
             await self._send(moved_event(self._session, self._fence, facts.acknowledged_sample))
-        for answer in owed:
-            await self._send(answer)
+        with self._state.account.holding(sum(map(len, owed))):
+            for answer in owed:
+                await self._send(answer)
 
     async def _greeting(self) -> tuple[bytes, ServerEvent]:
         while True:

@@ -18,7 +18,6 @@ from duplex_gateway.wire import (
     Facts,
     InputFormat,
     Kind,
-    Message,
     cleared,
     with_fields,
 )
@@ -27,13 +26,15 @@ from duplex_gateway.wire import (
 class HeldLimits(msgspec.Struct, frozen=True):
     """What is kept of input that is not durable yet. audio_s, bytes, messages: beyond them nothing
     more is read for now. due_s: with so much audio on its way an acknowledgement is sure to come,
-    a unit being one second. hard_bytes: beyond them input is refused in any case."""
+    a unit being one second. hard_bytes: beyond them input is refused in any case. heartbeats:
+    without an answer; one more is refused."""
 
     audio_s: float = 10.0
     due_s: float = 2.0
     bytes: int = 16 * 1024 * 1024
     hard_bytes: int = 32 * 1024 * 1024
     messages: int = 4096
+    heartbeats: int = 256
 
 
 class Room(StrEnum):
@@ -45,9 +46,9 @@ class Room(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class HeldMessage:
-    """name: the event id under which the sidecar gets it. memory_bytes: as it was taken; reading a
-    text can make it larger. cut_from: position of its first sample,
-    where the owner has that sample already. answered: the client has the answer. applied: it was
+    """name: the event id under which the sidecar gets it. memory_bytes: as it was taken; writing
+    its id can make that larger. cut_from: position of its first sample, where the owner has that
+    sample already. answered: the client has the answer. applied: it was
     told, too, that the message's number is."""
 
     said: ClientMessage
@@ -63,7 +64,7 @@ class HeldMessage:
         return self.said.kind is Kind.APPEND
 
     @property
-    def message(self) -> Message:
+    def message(self) -> bytes:
         fields: dict[str, object] = {}
         if self.name is not None:
             fields["event_id"] = self.name
@@ -94,7 +95,8 @@ class HeldInput:
         self._waiting: deque[HeldMessage] = deque()
         """To be sent to the present or the next owner."""
         self._base: HeldMessage | None = None
-        """What set the format in force before the oldest message that is kept."""
+        """What set the format in force before the oldest message that is kept. Kept, too, and the
+        account has it; it stands for none of the input that is not durable."""
         self._base_format = InputFormat()
         self._newest_format = InputFormat()
         self._formats_first: deque[HeldMessage] = deque()
@@ -105,6 +107,8 @@ class HeldInput:
             Kind.CLEAR: deque(),
         }
         self._held_bytes = self._held_samples = 0
+        self._heartbeats = 0
+        """Of those that wait."""
         self._there_bytes = self._there_samples = 0
         """Of what is held: known to this owner since it greeted. It may be durable long since, and
         no acknowledgement need come for it alone."""
@@ -115,15 +119,19 @@ class HeldInput:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def room(self, *, sound: bool, memory_bytes: int, heartbeats: int, connected: bool) -> Room:
-        """Whether one more message may be taken. heartbeats: that wait for an answer. The others as
-        for `ResumeState.room`."""
+    @property
+    def heartbeats(self) -> int:
+        """That have not been sent."""
+        return self._heartbeats
+
+    def room(self, *, sound: bool, memory_bytes: int, connected: bool) -> Room:
+        """Whether one more message may be taken. As for `ResumeState.room`."""
         if not self.account.fits(memory_bytes):
             return Room.NONE
         limits = self._limits
         held_bytes = self._held_bytes - self._there_bytes
         audio_s = (self._held_samples - self._there_samples) / self._newest_format.rate_hz
-        messages = len(self._sent) + len(self._waiting) + heartbeats
+        messages = len(self._sent) + len(self._waiting)
         if held_bytes >= limits.hard_bytes or messages >= 3 * limits.messages:
             return Room.NONE
         enough = held_bytes >= limits.bytes or messages >= 2 * limits.messages
@@ -142,6 +150,7 @@ class HeldInput:
         self._waiting.append(item)
         self._held_bytes += said.size_bytes
         self._held_samples += item.samples
+        self._heartbeats += said.kind is Kind.HEARTBEAT
         self.account.change(item.memory_bytes)
 
     # --- to the owner ---------------------------------------------------------------------------
@@ -280,6 +289,7 @@ class HeldInput:
     def _let_go(self, item: HeldMessage) -> None:
         self._held_bytes -= item.said.size_bytes
         self._held_samples -= item.samples
+        self._heartbeats -= item.said.kind is Kind.HEARTBEAT
         self.account.change(-item.memory_bytes)
 
     def _trim(self, durable_sample: int) -> None:
@@ -289,7 +299,12 @@ class HeldInput:
             self._let_go(item)
             self._position = item.end(self._position) if item.has_samples else self._position
             if item.said.format is not None:
-                self._base, self._base_format = item, item.said.format
+                self._set_base(item, item.said.format)
+
+    def _set_base(self, item: HeldMessage, its_format: InputFormat) -> None:
+        before_bytes = 0 if self._base is None else self._base.memory_bytes
+        self.account.change(item.memory_bytes - before_bytes)
+        self._base, self._base_format = item, its_format
 
     def _is_done(self, item: HeldMessage, durable_sample: int) -> bool:
         match item.said.kind:

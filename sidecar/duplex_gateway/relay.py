@@ -118,8 +118,7 @@ class Call:
             detail = f"an event without sound may have {MAX_CONTROL_BYTES} bytes"
             return error_event(ErrorCode.INVALID_EVENT, detail, said.event_id)
         if said.kind is Kind.HEARTBEAT:
-            room = self._state.room(sound=False, memory_bytes=said.memory_bytes)
-            free = not self._state.connected or room is not Room.NONE
+            free = self._state.takes_heartbeat(said.memory_bytes)
         else:
             free = await self._has_room(said)
         return None if free else error_event(ErrorCode.INPUT_OVERFLOW, event_id=said.event_id)
@@ -175,8 +174,10 @@ class Call:
         self._patience.greeted()
 
     async def _lose(self) -> None:
-        for ack in self._state.lose():
-            await self._client.send(ack)
+        acks = self._state.lose()
+        with self._state.account.holding(sum(map(len, acks))):
+            for ack in acks:
+                await self._client.send(ack)
         self._room.set()
         self._patience.lost()
 

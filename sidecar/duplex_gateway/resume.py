@@ -6,6 +6,7 @@ numbered commands are said to each owner until one has answered them; no sample 
 none is missing.
 """
 
+import sys
 from collections import deque
 from enum import StrEnum
 from typing import Final
@@ -19,7 +20,6 @@ from duplex_gateway.wire import (
     ClientMessage,
     Facts,
     Kind,
-    Message,
     ServerEvent,
     heartbeat_ack,
     read_server_event,
@@ -31,6 +31,8 @@ from duplex_sidecar.protocol.errors import ERRORS, ErrorCode
 
 KEPT_COMMANDS: Final = 64
 """Numbered commands without an answer; the oldest is let go of for a newer one."""
+_SLOT_BYTES: Final = 16
+"""About what it takes to keep a heartbeat, besides its id."""
 _ROOM_TO_NAME_BYTES: Final = 256
 """A message that is nearly as large as may be is not made larger by a name."""
 
@@ -62,13 +64,15 @@ class ResumeState:
         """last_sequence: newest event that the client says it has seen; None: it wants those that
         come from now on. account: the call's, of what all calls keep together."""
         self.account = account
+        self._limits = limits
         self._input = HeldInput(limits, account)
         self._last_sequence = last_sequence
         self._start_sequence = 0
         self._commands: dict[int, HeldMessage] = {}
         """Numbered commands that an owner has, or had, and has not answered, oldest first."""
         self._commands_again: deque[HeldMessage] = deque()
-        self._heartbeats: deque[str | None] = deque()
+        self._heartbeats: deque[bytes | None] = deque()
+        """Ids of those that the present owner has and has not answered, as UTF-8."""
         self._fence = 0
         self._names = 0
         self._spoke_since_loss = True
@@ -106,8 +110,16 @@ class ResumeState:
         return self._input.room(
             sound=sound,
             memory_bytes=memory_bytes,
-            heartbeats=len(self._heartbeats),
             connected=self.connected,
+        )
+
+    def takes_heartbeat(self, memory_bytes: int) -> bool:
+        """Whether one more may be taken. It never waits for room; without an owner it is answered
+        here, and not kept."""
+        unanswered = len(self._heartbeats) + self._input.heartbeats
+        return not self.connected or (
+            unanswered < self._limits.heartbeats
+            and self.room(sound=False, memory_bytes=memory_bytes) is not Room.NONE
         )
 
     def take(self, said: ClientMessage) -> list[bytes]:
@@ -137,13 +149,15 @@ class ResumeState:
         """The connection is gone. Returns what the client waits for and may be told without it."""
         self.connected = False
         self._spoke_since_loss = self._input.says_anything
-        acks = [heartbeat_ack(event_id) for event_id in self._heartbeats]
-        self._heartbeats.clear()
+        acks: list[bytes] = []
+        while self._heartbeats:
+            event_id = self._heartbeat_over()
+            acks.append(heartbeat_ack(None if event_id is None else event_id.decode()))
         for unsent in self._input.lose():
             acks.append(heartbeat_ack(unsent.said.event_id))
         return acks
 
-    def next_message(self) -> Message | None:
+    def next_message(self) -> bytes | None:
         """The next message for the owner, None when all are sent."""
         if not self.connected:
             return None
@@ -157,14 +171,22 @@ class ResumeState:
         if item.said.kind is Kind.COMMAND:
             self._keep_command(item)
         if item.said.kind is Kind.HEARTBEAT:
-            self._heartbeats.append(item.said.event_id)
+            self._keep_heartbeat(item.said.event_id)
         return item.message
 
     def _keep_command(self, item: HeldMessage) -> None:
-        if item.said.client_sequence is not None:
-            self._commands[item.said.client_sequence] = item
+        number = item.said.client_sequence
+        if number is not None:
+            self._command_over(number)
+            self.account.change(item.memory_bytes)
+            self._commands[number] = item
             while len(self._commands) > KEPT_COMMANDS:
-                self._commands.pop(next(iter(self._commands)))
+                self._command_over(next(iter(self._commands)))
+
+    def _keep_heartbeat(self, event_id: str | None) -> None:
+        kept = None if event_id is None else event_id.encode()
+        self._heartbeats.append(kept)
+        self.account.change(_heartbeat_bytes(kept))
 
     def hear(self, message: bytes) -> Verdict:
         """A message of the present owner."""
@@ -186,7 +208,7 @@ class ResumeState:
                 return self._applied(message, event)
             case "session.heartbeat_ack":
                 if self._heartbeats:
-                    self._heartbeats.popleft()
+                    self._heartbeat_over()
             case "session.resync_required":
                 self._last_sequence = event.duplex.oldest - 1
             case "session.closed":
@@ -215,9 +237,7 @@ class ResumeState:
         """A numbered command is done: under the client's own name for it. A format is said to each
         owner, so that more than one tells of it."""
         name = event.client_event_id or ""
-        item = self._commands.pop(event.duplex.client_sequence, None) or self._input.format_named(
-            name
-        )
+        item = self._command_over(event.duplex.client_sequence) or self._input.format_named(name)
         if item is not None and item.applied:
             return Verdict(Pass.DROP, message, event)
         if item is not None:
@@ -243,8 +263,25 @@ class ResumeState:
     def _forget_command(self, name: str) -> HeldMessage | None:
         item = next((item for item in self._commands.values() if item.name == name), None)
         if item is not None and item.said.client_sequence is not None:
-            del self._commands[item.said.client_sequence]
+            self._command_over(item.said.client_sequence)
         return item
+
+    # --- inside: what is kept aside -------------------------------------------------------------
+
+    def _command_over(self, number: int) -> HeldMessage | None:
+        """It is not kept any more, nor said again."""
+        item = self._commands.pop(number, None)
+        if item is not None:
+            self.account.change(-item.memory_bytes)
+            if item in self._commands_again:
+                self._commands_again.remove(item)
+        return item
+
+    def _heartbeat_over(self) -> bytes | None:
+        """The oldest one. Returns its id."""
+        event_id = self._heartbeats.popleft()
+        self.account.change(-_heartbeat_bytes(event_id))
+        return event_id
 
     # --- inside: in -----------------------------------------------------------------------------
 
@@ -256,6 +293,10 @@ class ResumeState:
             return None
         self._names += 1
         return f"{GATEWAY_ID_PREFIX}{self._names}"
+
+
+def _heartbeat_bytes(event_id: bytes | None) -> int:
+    return sys.getsizeof(event_id) + _SLOT_BYTES
 
 
 def is_farewell(code: str | None) -> bool:

@@ -8,7 +8,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from duplex_gateway.decide import Dial
-from duplex_gateway.wire import Message, resume_message
+from duplex_gateway.wire import resume_message
 from duplex_sidecar.ledger.journal import MAX_JOURNAL_BYTES
 
 DIAL_TIMEOUT_S = 3.0
@@ -35,7 +35,7 @@ class Lost(Exception):
 
 
 class Upstream:
-    """Messages pass whole. Every method raises `Lost`."""
+    """Messages pass whole, as binary ones. Every method raises `Lost`."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -46,7 +46,7 @@ class Upstream:
         except ConnectionClosed as closed:
             raise Lost(_close_code(closed)) from None
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: bytes) -> None:
         """An owner that takes nothing for 10 s is lost."""
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):

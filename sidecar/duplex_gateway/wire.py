@@ -31,15 +31,12 @@ from duplex_sidecar.protocol.commands import (
 from duplex_sidecar.protocol.errors import ClientError, ErrorCode
 from duplex_sidecar.protocol.events import Alive, Failure, InputCleared
 
-Message = str | bytes
-"""One whole WebSocket message, text or binary as it came."""
-
 GATEWAY_ID_PREFIX: Final = "duplex_gateway_"
 """Of the event ids under which input goes to the sidecar, so that a refusal names exactly one
 message, whatever ids the client uses. The client's own id is put back into the answer."""
 
 _OBJECTS_BYTES: Final = 512
-"""About what it takes to keep a message, besides its text."""
+"""About what it takes to keep a message, besides its bytes and its id."""
 
 MAX_COMMAND_BYTES: Final = 4096
 """A larger command is passed on once and not kept."""
@@ -86,7 +83,7 @@ class ClientMessage(msgspec.Struct, frozen=True):
     a numbered command, or format."""
 
     kind: Kind
-    message: Message
+    message: bytes
     event_id: str | None = None
     payload_bytes: int = 0
     from_sample: int | None = None
@@ -99,8 +96,8 @@ class ClientMessage(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """What keeping it takes: one foreign character makes a text four times as large."""
-        return sys.getsizeof(self.message) + _OBJECTS_BYTES
+        """What keeping it takes, with the id, which may be of foreign characters."""
+        return sys.getsizeof(self.message) + sys.getsizeof(self.event_id) + _OBJECTS_BYTES
 
 
 class _Head(msgspec.Struct):
@@ -114,7 +111,7 @@ class _Head(msgspec.Struct):
 _decode_head = msgspec.json.Decoder(_Head).decode
 
 
-def read_client_message(message: Message) -> ClientMessage:
+def read_client_message(message: bytes) -> ClientMessage:
     """Never raises: what cannot be read is passed on, and refused by the one who has to know."""
     try:
         head = _decode_head(message)
@@ -127,7 +124,7 @@ def read_client_message(message: Message) -> ClientMessage:
             return ClientMessage(Kind.OTHER, message, head.event_id)
         return ClientMessage(Kind.APPEND, message, head.event_id, size, head.from_sample)
     if len(message) > MAX_CONTROL_BYTES:
-        return ClientMessage(Kind.TOO_LARGE, "", head.event_id)
+        return ClientMessage(Kind.TOO_LARGE, b"", head.event_id)
     try:
         command = parse_message(message)
     except ClientError:
@@ -168,10 +165,10 @@ def base64_bytes(text: str) -> int:
     return len(text) // 4 * 3 - (2 if text.endswith("==") else 1 if text.endswith("=") else 0)
 
 
-def with_fields(message: Message, **fields: object) -> str:
+def with_fields(message: bytes, **fields: object) -> bytes:
     """The same event with these fields set. The message is a JSON object."""
     event: dict[str, Any] = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode(event | fields).decode()
+    return msgspec.json.encode(event | fields)
 
 
 # --- from the server ------------------------------------------------------------------------------
@@ -240,9 +237,9 @@ def cleared() -> bytes:
     return render_event(InputCleared(), "", "")
 
 
-def resume_message(last_sequence: int) -> str:
+def resume_message(last_sequence: int) -> bytes:
     event = {"type": "session.resume", "last_received_server_event_seq": last_sequence}
-    return msgspec.json.encode(event).decode()
+    return msgspec.json.encode(event)
 
 
 def queued_event(session: str, reason: str, position: int | None, waited_ms: int) -> bytes:

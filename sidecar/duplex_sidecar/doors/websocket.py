@@ -6,7 +6,9 @@ never reads keeps its socket and its buffers for as long as it likes. Here the c
 behind what waits at once, and what is not taken in time is cut off.
 
 And as it comes, one that writes has up to `ws_max_size` bytes, and any number of frames, of memory
-for as long as it likes. Here it is read on only where `unread` has room.
+for as long as it likes. Here it is read on only where `unread` has room. And its request, of which
+uvicorn keeps twenty times its bytes for as long as the connection lasts, is forgotten when whoever
+serves it has let it in.
 """
 
 import asyncio
@@ -121,6 +123,14 @@ class _Connection(WebSocketsSansIOProtocol):
             self._cut_soon()
             self.writable.set()  # a close frame is small: it does not wait for a client that reads
         await super().send(message)
+        if message["type"] == "websocket.accept":
+            self._forget_request()
+
+    def _forget_request(self) -> None:
+        """Each is emptied, not replaced: the parser has the request, starlette the scope's list."""
+        self.request.headers.clear()
+        cast("list[tuple[bytes, bytes]]", self.scope["headers"]).clear()
+        cast("list[str]", self.scope["subprotocols"]).clear()
 
     def keepalive_timeout(self) -> None:
         self._cut_soon()

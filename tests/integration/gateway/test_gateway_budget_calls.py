@@ -122,3 +122,25 @@ async def test_what_a_call_kept_is_given_back_however_it_ends(
                 monkeypatch.setattr(Directory, "find", broken)
                 assert (await client.until("error"))["error"]["code"] == "not_ready"
         await until_held(front, 0, 0)
+
+
+async def test_the_format_in_force_counts_as_long_as_the_call_lasts(
+    ground: Yard, front: Gate
+) -> None:
+    await ground.build()
+    session = await new_session(ground)
+    async with calling(front, session) as client:
+        await client.until("session.created")
+        await until_held(front, 0, 0)
+        update = {"type": "session.update", "session": {"type": "realtime"}, "more": "x" * 60_000}
+        await client.send(update)
+        await client.until("session.updated")
+        await until_held(front, 60_000, 62_000)
+        await client.send(update | {"more": ""})
+        await client.until("session.updated")
+        await until_held(front, 1, 2_000)
+        await client.send(update)
+        await client.until("session.updated")
+        await until_held(front, 60_000, 62_000)
+        client.socket.transport.abort()
+        await until_held(front, 0, 0)

@@ -10,17 +10,22 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from fastapi import WebSocket
 from support.patience import PATIENCE_S
 from support.realtime import RealtimeClient, append_event
+from websockets.asyncio.client import connect
 
+from duplex_gateway import app
+from duplex_gateway.budget import Account
+from duplex_gateway.client_socket import ClientSocket
 from duplex_gateway.routing import Directory
 from duplex_sidecar.client.local_sidecar import free_port
-from duplex_sidecar.doors.unread import FREE_BYTES, READ_BYTES
+from duplex_sidecar.doors.unread import FREE_BYTES, READ_BYTES, Unread
 from duplex_sidecar.ledger.embedded import EmbeddedValkey
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fakes"))
 from gateway_kit import Gate, Yard, calling, gate, http_get, until_ready, yard
-from session_kit import second
+from session_kit import TOKEN, second
 
 pytestmark = pytest.mark.integration
 
@@ -256,3 +261,30 @@ async def test_a_long_message_in_many_pieces_arrives(
         assert (error["code"], error["event_id"]) == ("invalid_audio", event_id)
         await client.close_session()
     assert len(await ground.heard_input(session)) == 3
+
+
+async def test_a_request_is_kept_no_longer_than_it_takes_to_let_its_client_in(
+    front: Gate, ground: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the names that it offers uvicorn would keep twenty times the bytes, a MiB a call."""
+    calls: list[WebSocket] = []
+
+    def noted(websocket: WebSocket, unread: Unread, account: Account) -> ClientSocket:
+        calls.append(websocket)
+        return ClientSocket(websocket, unread, account)
+
+    monkeypatch.setattr(app, "ClientSocket", noted)
+    session = await new_session(ground)
+    offered = ",".join(["ab"] * 2_600)
+    request = [("authorization", f"Bearer {TOKEN}"), *[("sec-websocket-protocol", offered)] * 6]
+    connection = connect(
+        front.url(session) + "&more=x" * 500,
+        additional_headers=request,
+        compression=None,
+        proxy=None,
+    )
+    async with connection as socket:
+        await RealtimeClient(socket, session).until("session.queued")
+        (call,) = calls
+        assert (list(call.headers), call.scope["subprotocols"]) == ([], [])
+        assert "_query_params" not in vars(call), "starlette keeps what it has read"

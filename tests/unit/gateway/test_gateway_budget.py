@@ -32,7 +32,7 @@ def frames(size_bytes: int) -> ClientMessage:
         "audio": "AAAA",
         "video_frames": ["x" * size_bytes],
     }
-    return read_client_message(json.dumps(event))
+    return read_client_message(json.dumps(event).encode())
 
 
 def fill(state: ResumeState, said: ClientMessage, most: int = 100) -> Room:
@@ -82,10 +82,15 @@ def test_what_becomes_durable_makes_room_for_others() -> None:
     assert budget.held_bytes == 0
 
 
-def test_a_text_with_one_foreign_character_counts_as_what_it_takes() -> None:
-    plain, foreign = frames(MEBI), read_client_message('"' + "x" * MEBI + '\U0001f600"')
-    assert plain.memory_bytes < 1.1 * MEBI
-    assert foreign.memory_bytes > 4 * MEBI
+def test_a_message_counts_as_what_it_takes() -> None:
+    """One foreign character would make a text four times as large: it is kept as bytes."""
+    plain, foreign = frames(MEBI), read_client_message(('"' + "x" * MEBI + '\U0001f600"').encode())
+    assert MEBI < plain.memory_bytes < 1.1 * MEBI
+    assert MEBI < foreign.memory_bytes < 1.1 * MEBI
+    named = read_client_message(
+        json.dumps({"type": "session.heartbeat", "event_id": "\U0001f600" * 500}).encode()
+    )
+    assert named.memory_bytes > 12 * 500 + 4 * 500
 
 
 @given(

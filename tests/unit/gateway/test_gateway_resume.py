@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from duplex_gateway.budget import Account, Budget
 from duplex_gateway.held import HeldLimits, Room
-from duplex_gateway.resume import KEPT_COMMANDS, Pass, ResumeState
+from duplex_gateway.resume import KEPT_COMMANDS, Pass, ResumeState, _heartbeat_bytes
 from duplex_gateway.wire import GATEWAY_ID_PREFIX, Facts, read_client_message
 
 pytestmark = pytest.mark.unit
@@ -81,7 +81,16 @@ def greeted(last: int | None = None, acknowledged: int = 0) -> ResumeState:
 
 def say(state: ResumeState, *messages: str) -> None:
     for message in messages:
-        assert state.take(read_client_message(message)) == []
+        assert state.take(read_client_message(message.encode())) == []
+
+
+def kept_bytes(state: ResumeState) -> int:
+    """What the account has to have, found by looking at everything that is kept."""
+    items = [*state._input._items(), *state._commands.values()]
+    if state._input._base is not None:
+        items.append(state._input._base)
+    ids = sum(_heartbeat_bytes(event_id) for event_id in state._heartbeats)
+    return sum(item.memory_bytes for item in items) + ids
 
 
 def sent(state: ResumeState) -> list[Json]:
@@ -112,7 +121,7 @@ class Owner:
     held: list[bytes] = field(default_factory=list)
     kind: str = PCM16
     out: deque[bytes] = field(default_factory=deque)
-    inbox: deque[str | bytes] = field(default_factory=deque)
+    inbox: deque[bytes] = field(default_factory=deque)
 
     @property
     def received(self) -> int:
@@ -347,12 +356,11 @@ def test_each_number_once_and_each_sample_once(
             case "heartbeat":
                 beats += 1
                 message = '{"type":"session.heartbeat","event_id":"b"}'
-                world._take(world.state.take(read_client_message(message)))
+                world._take(world.state.take(read_client_message(message.encode())))
             case _:
                 for _ in range(value):
                     getattr(world, name)()
-        kept = sum(item.memory_bytes for item in world.state._input._items())
-        assert world.state.account.held_bytes == kept
+        assert world.state.account.held_bytes == kept_bytes(world.state)
     world.settle()
 
     assert world.heard == list(range(1, len(world.session.journal) + 1))
@@ -564,7 +572,7 @@ def test_messages_that_make_nothing_durable_are_not_kept(message: str) -> None:
     connect(state, 0)
     for _ in range(100):
         say(state, message)
-        assert state.next_message() == message
+        assert state.next_message() == message.encode()
         assert (state.room(), state.held_bytes) == (Room.FREE, 0)
     say(state, append(bytes(20)))
     for _ in range(100):
@@ -591,13 +599,24 @@ def test_seconds_of_sound_do_not_keep_a_close_waiting() -> None:
     assert (state.room(), state.room(sound=False)) == (Room.SOON, Room.FREE)
 
 
-def test_heartbeats_that_nobody_answers_are_counted() -> None:
-    state = ResumeState(None, HeldLimits(messages=20), roomy())
+def test_heartbeats_that_nobody_answers_are_bounded() -> None:
+    state = ResumeState(None, HeldLimits(heartbeats=20), roomy())
     connect(state, 0)
-    for _ in range(60):
-        say(state, json.dumps({"type": "session.heartbeat"}))
+    beat = json.dumps({"type": "session.heartbeat"})
+    for _ in range(20):
+        assert state.takes_heartbeat(600)
+        say(state, beat)
+    assert not state.takes_heartbeat(600)
     sent(state)
-    assert state.room(sound=False) is Room.NONE
+    assert not state.takes_heartbeat(600)
+    assert state.room() is Room.FREE, "sound does not wait for their answers"
+    state.hear(event("session.heartbeat_ack"))
+    assert state.takes_heartbeat(600)
+    say(state, beat)
+    assert len(state.lose()) == 20
+    assert state.takes_heartbeat(600)
+    connect(state, 0)
+    assert state.takes_heartbeat(600)
 
 
 def test_what_a_new_owner_has_is_let_go_and_what_the_same_one_has_takes_no_room() -> None:
@@ -632,7 +651,7 @@ def test_a_rewound_ledger_goes_on_from_where_it_is() -> None:
 
 def test_messages_that_nobody_can_read_pass_once() -> None:
     state = greeted()
-    rubbish = ("no json", "[]", '{"type":"response.create"}', '{"type":"input_audio_buffer.append"')
+    rubbish = (b"no json", b"[]", b'{"type":"response.create"}', b'{"type":"input_audio_buffer.ap')
     for message in rubbish:
         state.take(read_client_message(message))
     assert [state.next_message() for _ in rubbish] == list(rubbish)
