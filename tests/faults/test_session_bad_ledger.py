@@ -109,7 +109,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "high floor": (high_floor, "meta: window floor 1000000"),
     "no number": (no_number, "meta: unreadable field"),
 }
-LEASE = {b"fence", b"nonce", b"replica", b"until", b"era", b"released", b"address", b"woken"}
+LEASE = {
+    *(b"fence", b"nonce", b"replica", b"asked", b"until", b"era", b"released", b"address", b"woken")
+}
 LEASE |= {b"phase", b"reason"}
 
 
