@@ -457,9 +457,13 @@ async def test_a_replica_of_the_same_name_is_heard_after_its_machine_was_started
     """The clock begins anew then, and a name may come again: host and process number are few."""
     writer = await Writer.create(ledger, session)
     await ledger.park(writer.lease, writer.head, "requested")
+    up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 10**15
+
+    def up_for_long(_: int) -> int:
+        return up_ns
+
     with monkeypatch.context() as before:
-        of_long_ago = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 10**15
-        before.setattr("time.clock_gettime_ns", lambda _: of_long_ago)
+        before.setattr(time, "clock_gettime_ns", up_for_long)
         before.setattr("duplex_sidecar.ledger.lease._boot_id", lambda: "before")
         lease = await ledger.acquire(session, "host-7")
     await ledger.park(lease, writer.head, "requested")

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ class Gate(asyncio.Lock):
         super().__init__()
         self.asked_for = asyncio.Event()
 
-    async def acquire(self) -> bool:
+    async def acquire(self) -> Literal[True]:
         self.asked_for.set()
         return await super().acquire()
 
