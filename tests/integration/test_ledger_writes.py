@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -448,6 +449,25 @@ async def test_an_offer_that_comes_behind_the_one_that_replaced_it_changes_nothi
     await ledger.renew(lease)
     again = await ledger.acquire(session, "replica-b", fence=50)  # asked for later: it counts
     await ledger.renew(again)
+
+
+async def test_a_replica_of_the_same_name_is_heard_after_its_machine_was_started_again(
+    ledger: Ledger, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock begins anew then, and a name may come again: host and process number are few."""
+    writer = await Writer.create(ledger, session)
+    await ledger.park(writer.lease, writer.head, "requested")
+    up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 10**15
+
+    def up_for_long(_: int) -> int:
+        return up_ns
+
+    with monkeypatch.context() as before:
+        before.setattr(time, "clock_gettime_ns", up_for_long)
+        before.setattr("duplex_sidecar.ledger.lease._boot_id", lambda: "before")
+        lease = await ledger.acquire(session, "host-7")
+    await ledger.park(lease, writer.head, "requested")
+    await ledger.acquire(session, "host-7")
 
 
 async def given_up(

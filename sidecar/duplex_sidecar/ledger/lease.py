@@ -6,10 +6,12 @@ shortens overlap; safety rests on fence, nonce and head in every script.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
@@ -52,9 +54,20 @@ def boottime_ms() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
 
-def asked_us() -> int:
-    """When a lease is asked for, to tell calls of one replica apart that overtake each other."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000
+def asked_at() -> str:
+    """When a lease is asked for, `<clock> <microseconds>`, to tell calls of one replica apart that
+    overtake each other. Those of two clocks cannot be compared: a replica may have the name of one
+    that ran before its machine was started again."""
+    return f"{_boot_id()} {time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000}"
+
+
+@functools.cache
+def _boot_id() -> str:
+    """Of CLOCK_BOOTTIME: another one each time the machine starts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 class LeaseKeeper:

@@ -11,7 +11,7 @@ import msgspec
 
 from duplex_sidecar.ledger.call import Argument, Head, PendingCall, ScriptName
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, Lease, asked_us
+from duplex_sidecar.ledger.lease import LEASE_MS, Lease, asked_at
 from duplex_sidecar.ledger.owners import OwnersCalls
 
 OFFER_MS = 30_000
@@ -19,20 +19,20 @@ OFFER_MS = 30_000
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """fence: larger than the recorded one. nonce: random, of the owner to be. asked_us: of several
-    offers of one replica the one made last counts, whichever comes last. address: host:port of its
-    door, "" where there is none."""
+    """fence: larger than the recorded one. nonce: random, of the owner to be. address: host:port of
+    its door, "" where there is none. asked: see `asked_at`; of several offers of one replica the
+    one made last counts, whichever comes last."""
 
     session: str
     replica: str
     fence: int
     nonce: str
     address: str = ""
-    asked_us: int = 0
+    asked: str = ""
 
 
 def new_offer(session: str, replica: str, fence: int, address: str = "") -> Offer:
-    return Offer(session, replica, fence, secrets.token_hex(16), address, asked_us())
+    return Offer(session, replica, fence, secrets.token_hex(16), address, asked_at())
 
 
 class MoveCalls:
@@ -61,7 +61,7 @@ class MoveCalls:
 
     async def _offer(self, offer: Offer, lifetime_ms: int) -> None:
         who = (offer.fence, offer.nonce, offer.replica, offer.address)
-        await self._run(offer.session, ScriptName.OFFER, (*who, lifetime_ms, offer.asked_us))
+        await self._run(offer.session, ScriptName.OFFER, (*who, lifetime_ms, offer.asked))
 
     async def _run(self, session: str, script: ScriptName, arguments: tuple[Argument, ...]) -> None:
         key = session_keys(session).meta

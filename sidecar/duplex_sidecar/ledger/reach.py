@@ -1,4 +1,4 @@
-"""Whether the ledger answers: asked each second, also while no session runs.
+"""Whether the ledger takes writes: asked each second, also while no session runs.
 
 A replica that cannot reach its ledger takes nothing new and says so on its pages; its sessions wait
 by themselves, and nothing is ended because of it.
@@ -32,8 +32,8 @@ class LedgerReach:
         clock_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """ask: returns when the whole ledger has answered, and raises LedgerError in bounded time
-        otherwise. on_change: told whether it answers, at the start and at each change."""
+        """ask: returns when the whole ledger has said so, and raises LedgerError in bounded time
+        otherwise. on_change: told whether it does, at the start and at each change."""
         self._ask = ask
         self._on_change = on_change
         self._clock_s = clock_s

@@ -25,7 +25,7 @@ from duplex_sidecar.ledger.journal import (
     JournalBatch,
 )
 from duplex_sidecar.ledger.keys import session_keys
-from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, asked_us, boottime_ms
+from duplex_sidecar.ledger.lease import LEASE_MS, MARGIN_MS, Lease, asked_at, boottime_ms
 from duplex_sidecar.ledger.media import Trim, UnitMedia
 from duplex_sidecar.ledger.moving import MoveCalls
 from duplex_sidecar.ledger.owners import OwnersCalls
@@ -157,7 +157,7 @@ class Ledger:
             session,
             ScriptName.ACQUIRE,
             (session_keys(session).meta,),
-            (nonce, replica, LEASE_MS, "" if fence is None else fence, address, asked_us()),
+            (nonce, replica, LEASE_MS, "" if fence is None else fence, address, asked_at()),
         )
         return Lease(
             session=session,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from duplex_sidecar.framing.append import Append
 from duplex_sidecar.model.minicpmo45.constants import FIRST_CHUNK_SAMPLES, UNIT_SAMPLES
-from duplex_sidecar.session.stages import alone_at, wait_ready
+from duplex_sidecar.session.stages import alone_at
 from duplex_sidecar.session.streams import LOST
 from duplex_sidecar.stages.envelope import EncoderClose, EncoderFeed, EncoderOpen, EncoderRows
 from duplex_sidecar.stages.errors import StageError
@@ -117,24 +117,30 @@ class EncoderDriver:
         return await self._stage.feed(request)
 
     async def _feed_alone(self, request: EncoderFeed) -> EncoderRows:
-        """The state is restored outside the gate: nobody waits there for another one's ledger."""
-        while True:
-            await wait_ready(self._stage, StageName.ENCODER)
-            await self._restore_if_lost()
-            async with alone_at(self._stage, StageName.ENCODER, self._redo_gate):
-                if self._generation == self._stage.generation:
-                    return await self._stage.feed(request)
+        """The restore has its turn, too: another one's redo that ends the stage would cost it a
+        try. What it needs of the ledger is read before, so nobody waits in the gate for that."""
+        heard = await self._heard()
+        async with alone_at(self._stage, StageName.ENCODER, self._redo_gate):
+            await self._restore(heard)
+            return await self._stage.feed(request)
 
     async def _restore_if_lost(self) -> None:
+        if self._stage.generation != self._generation:
+            await self._restore(await self._heard())
+
+    async def _heard(self) -> bytes:
+        """Encoder input (s16le) from the mark to the end of the newest unit."""
+        if not self._through:
+            return b""
+        first = first_unit_needed(self._mark_samples)
+        pcm = b"".join(await self._pcm_of_units(first, self._through))
+        return cut_at_mark(pcm, self._mark_samples)
+
+    async def _restore(self, heard: bytes) -> None:
         generation = self._stage.generation
-        if generation == self._generation:
-            return
         self._opened = generation
         await self._stage.open(EncoderOpen(self._session, self._mark_samples))
         if self._through:
-            first = first_unit_needed(self._mark_samples)
-            pcm = b"".join(await self._pcm_of_units(first, self._through))
-            heard = cut_at_mark(pcm, self._mark_samples)
             await self._stage.feed(self._replay(self._through, heard))
         self._generation = generation
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -103,6 +104,37 @@ async def test_a_restore_that_fails_is_done_again_by_the_next_feed() -> None:
     with pytest.raises(StageError):
         await driver.follow(9, calm[8].reset_mark_samples)
     assert await driver.feed(appends()[9]) == calm[9]
+
+
+class Gate(asyncio.Lock):
+    """Tells that somebody has asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_for = asyncio.Event()
+
+    async def acquire(self) -> Literal[True]:
+        self.asked_for.set()
+        return await super().acquire()
+
+
+async def test_a_restore_waits_for_its_turn_with_the_ledger_read() -> None:
+    """Whoever has the turn may end the encoder, and a restore that is in it would have lost a try.
+    Nobody waits for another one's ledger."""
+    calm = await whole_way()
+    encoder, recorded, gate = FakeEncoder(), Recorded(), Gate()
+    driver = EncoderDriver(encoder, "s", recorded, gate)
+    for append in appends()[:9]:
+        recorded.hear(append, await driver.feed(append))
+    encoder.fail(10, StageFault.GONE)
+    async with gate:
+        gate.asked_for.clear()
+        feeding = asyncio.create_task(driver.feed(appends()[9]))
+        await gate.asked_for.wait()
+        assert len(recorded.asked) == 1
+        assert not encoder.sessions
+    assert await feeding == calm[9]
+    assert len(recorded.asked) == len(encoder.replayed_samples) == 1
 
 
 async def test_what_cannot_be_decoded_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 -- session. A fence that was issued to this very replica is its own still: a second call under it
 -- (the first one's caller gave up) gets the same fence with the new nonce.
 -- KEYS meta
--- ARGV nonce replica lease_ms fence ("" = recorded + 1) address asked (on that replica's clock)
+-- ARGV nonce replica lease_ms fence ("" = recorded + 1) address asked ("clock microseconds")
 local meta = read_meta()
 local refusal = refuse_without_session(meta)
 if refusal then
@@ -16,8 +16,8 @@ if meta.nonce == ARGV[1] then
   return { 'ok', meta.fence, meta.era, redis.call('HGET', KEYS[1], 'woken') or '0' }
 end
 -- A call that comes behind a later one of its replica is nobody's any more.
-local asker, asked = string.match(redis.call('HGET', KEYS[1], 'asked') or '', '^(.*) (%d+)$')
-if asker == ARGV[2] and tonumber(ARGV[6]) < tonumber(asked) then
+local asked = ARGV[2] .. ' ' .. ARGV[6]
+if made_before(asked, redis.call('HGET', KEYS[1], 'asked') or '') then
   return { 'stale', meta.fence }
 end
 local now, era, fence = now_ms(), server_era(), tonumber(meta.fence)
@@ -55,5 +55,5 @@ fence = ARGV[4] == '' and fence + step or tonumber(ARGV[4])
 local woken = meta.phase == 'parked' and '1' or '0'
 redis.call('HSET', KEYS[1], 'phase', 'open', 'reason', '', 'fence', text(fence), 'nonce', ARGV[1],
   'replica', ARGV[2], 'address', ARGV[5], 'woken', woken, 'until', text(now + tonumber(ARGV[3])),
-  'era', era, 'asked', ARGV[2] .. ' ' .. ARGV[6])
+  'era', era, 'asked', asked)
 return { 'ok', text(fence), era, woken }

@@ -29,6 +29,6 @@ end
 -- The era stays that of the acquisition, as with a renewal.
 redis.call('HSET', KEYS[1], 'fence', offer[1], 'nonce', offer[2], 'replica', offer[3],
   'address', offer[4], 'until', text(now + tonumber(ARGV[6])), 'woken', '1', 'released', ARGV[2],
-  'asked', offer[3] .. ' ' .. (offer[6] or '0'))
+  'asked', offer[3] .. ' ' .. (offer[6] or ''))
 redis.call('HDEL', KEYS[1], unpack(fields))
 return { 'ok' }

@@ -4,7 +4,7 @@
 -- prolongs it, lifetime 0 takes it back. A larger fence replaces a smaller one; one that was issued to
 -- this very replica is its own still, and its newer nonce counts (the older one's caller gave up).
 -- KEYS meta
--- ARGV fence nonce replica address lifetime_ms asked (on that replica's clock)
+-- ARGV fence nonce replica address lifetime_ms asked ("clock microseconds")
 local meta = read_meta()
 local refusal = refuse_without_session(meta)
 if refusal then
@@ -20,7 +20,7 @@ local offered = redis.call('HMGET', KEYS[1], 'next_fence', 'next_replica', 'next
   'next_asked')
 local recorded = tonumber(offered[1] or '0')
 local other = recorded == tonumber(ARGV[1]) and offered[2] ~= ARGV[3]
-local late = recorded == tonumber(ARGV[1]) and tonumber(ARGV[6]) < (tonumber(offered[4] or '') or 0)
+local late = recorded == tonumber(ARGV[1]) and made_before(ARGV[6], offered[4] or '')
 if recorded > tonumber(ARGV[1]) or other or late then
   return { 'stale', offered[1] }
 end

@@ -18,6 +18,14 @@ local function server_era()
   return string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
+-- Whether one call was made before another, both as '<clock> <microseconds>'; where they name two
+-- clocks nobody can tell.
+local function made_before(call, other)
+  local clock, at = string.match(call, '^(.*) (%d+)$')
+  local others, since = string.match(other, '^(.*) (%d+)$')
+  return clock ~= nil and clock == others and tonumber(at) < tonumber(since)
+end
+
 local FIELDS = {
   'phase', 'fence', 'nonce', 'replica', 'until', 'era', 'head', 'index', 'committed', 'open', 'op',
   'bytes', 'records_first', 'window_floor', 'pcm_floor', 'reason',
