@@ -54,6 +54,7 @@ from duplex_sidecar.session.conversation import decode_conversation
 from duplex_sidecar.session.model import load_model
 from duplex_sidecar.session.opening import facts_of
 from duplex_sidecar.session.same_window import window_is_the_same
+from duplex_sidecar.telemetry import names
 from duplex_sidecar.telemetry.otlp_sink import OtlpSink
 
 EXIT_USAGE = 2
@@ -62,6 +63,7 @@ REDIAL_FOR_S = READY_TIMEOUT_S + 60
 OUTPUT_BYTES = 16 * 1024 * 1024
 REBUILD_IN_LEDGER = '"plan":{"action":"rebuild"'
 """Once in the line of a unit. Traces have one more where a unit that was prepared never came."""
+CAUSE_IN_SPANS = f'"{names.WINDOW_CAUSE}",[^}}]*'
 OUTPUT_FILES = ("reply.wav", "timeline.png", "spans.jsonl", "ledger.jsonl")
 
 
@@ -384,6 +386,7 @@ def summary(console: Console, out: Path, talk: Talk, kill: Kill | None, seconds:
         f"  look       {out / 'timeline.png'}\n"
         f"  rebuilds   grep -c '{REBUILD_IN_LEDGER}' {out / 'ledger.jsonl'}\n"
         f"  ledger     head -n 3 {out / 'ledger.jsonl'}\n"
+        f"  causes     grep -o '{CAUSE_IN_SPANS}' {out / 'spans.jsonl'} | sort | uniq -c\n"
         "  go on      .venv/bin/duplex run -f examples/session.yaml --audio FILE\n"
         "  check up   .venv/bin/duplex doctor",
         highlight=False,
