@@ -17,13 +17,14 @@ import base64
 import io
 import sys
 import wave
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
 import av
 import httpx
 from openai import AsyncOpenAI
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 EXAMPLES = Path(__file__).parent
 RATE_HZ = 16_000
@@ -74,17 +75,18 @@ async def talk(
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token)
     async with client.realtime.connect(model="duplex", extra_query={"session": session}) as live:
         heard = {"format": {"type": "audio/pcm", "rate": RATE_HZ}}
-        await live.session.update(session={"type": "realtime", "audio": {"input": heard}})
-
         format_taken = asyncio.Event()
 
         async def speak() -> None:
-            await format_taken.wait()
-            while samples := speech.read(2 * RATE_HZ // 10):
-                await live.input_audio_buffer.append(audio=base64.b64encode(samples).decode())
-                await asyncio.sleep(0.1)
-            await live.input_audio_buffer.commit()
-            await live.send({"type": "session.close"})  # after what was sent has been answered
+            # Where the connection is closed meanwhile, why is among what has been received.
+            with suppress(ConnectionClosed):
+                await live.session.update(session={"type": "realtime", "audio": {"input": heard}})
+                await format_taken.wait()
+                while samples := speech.read(2 * RATE_HZ // 10):
+                    await live.input_audio_buffer.append(audio=base64.b64encode(samples).decode())
+                    await asyncio.sleep(0.1)
+                await live.input_audio_buffer.commit()
+                await live.send({"type": "session.close"})  # once what was sent is answered
 
         speaking = asyncio.create_task(speak())
         async for event in live:
