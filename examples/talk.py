@@ -86,7 +86,7 @@ async def talk(
                     await live.input_audio_buffer.append(audio=base64.b64encode(samples).decode())
                     await asyncio.sleep(0.1)
                 await live.input_audio_buffer.commit()
-                await live.send({"type": "session.close"})  # once what was sent is answered
+                await live.send({"type": "session.close"})  # after what was sent has been answered
 
         speaking = asyncio.create_task(speak())
         async for event in live:
