@@ -7,6 +7,7 @@ comes again each time, such as that of a key that is no session's: ever more rar
 from dataclasses import replace
 
 from duplex_operator.decide.facts import Memory
+from duplex_operator.decide.pauses import doubled_ms
 
 FIRST_PAUSE_MS = 1_000
 LONGEST_PAUSE_MS = 3_600_000
@@ -20,7 +21,7 @@ def passes(code: str) -> bool:
 
 def pause_ms(refusals: int, first_ms: int = FIRST_PAUSE_MS) -> int:
     """After so many refusals in a row (1 or more): twice as long each time, an hour at most."""
-    return min(first_ms << min(refusals - 1, 20), LONGEST_PAUSE_MS)
+    return doubled_ms(first_ms, refusals - 1, LONGEST_PAUSE_MS)
 
 
 def after_refusal(memory: Memory, why: str, now_ms: int) -> Memory:

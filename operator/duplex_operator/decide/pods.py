@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from duplex_api.pool import CheckpointChange
 from duplex_operator.decide.drain import Leave, LeaveReason
+from duplex_operator.decide.pauses import doubled_ms
 from duplex_operator.decide.scaling import Wanted
 
 IDLE_BEFORE_SCALE_DOWN_MS = 300_000
@@ -262,7 +263,7 @@ def backoff_ms(attempt: int) -> int:
     """How long the pod stays that broke as number `attempt` in a row: 0, 10 s, 20 s, ... 10 min."""
     if attempt == 0:
         return 0
-    return min(FIRST_BACKOFF_MS << min(attempt - 1, 16), LONGEST_BACKOFF_MS)
+    return doubled_ms(FIRST_BACKOFF_MS, attempt - 1, LONGEST_BACKOFF_MS)
 
 
 def _shrink(draft: _Draft) -> None:
